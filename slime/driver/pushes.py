@@ -6,6 +6,7 @@ from slime.driver.memory_scheduler import MemoryScheduler
 from slime.driver.probe import Probe
 from slime.fleet.engines import Engines, NoEngineError
 from slime.fleet.train_group import TrainGroup
+from slime.observability.trace import span
 from slime.ray.supervision import Deadline
 from slime.ray.train_actor import Published
 from slime.weights import EngineAddress
@@ -97,4 +98,5 @@ class Pushes:
         """What engines that the push has reached make of the probe, before requests come to those that joined."""
         if self._probe is None or self._scores is None:
             return {}
-        return self._probe.compare(version, self._scores, self._engines.reached())
+        with span("driver/probe", version=version):
+            return self._probe.compare(version, self._scores, self._engines.reached())

@@ -241,7 +241,8 @@ class WeightPublisher:
             # After any failure too: engines may still be reading what `_stage` writes next.
             late = self._attempt(self._sends, update.settle)
             failure = failure or late or self._attempt(self._sends, self._begin_delivery, update, bucket, staged)
-            self._proof.note(bucket)
+            with span("push/note"):
+                self._proof.note(bucket)
             if full_buckets is None:
                 failure = failure or self._attempt(self.rank == 0, update.note, bucket)
             del bucket, staged  # the next one is gathered in their place

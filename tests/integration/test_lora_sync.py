@@ -128,6 +128,21 @@ def test_the_engine_adds_the_pushed_adapters(
         assert refused.status_code == 400, refused.text
 
 
+def test_an_adapter_that_binds_no_module_is_found(
+    lora_service: Service, tiny_model_dir: Path, publisher: AdapterPublisher
+) -> None:
+    """SGLang takes any names, and looks for modules when a request comes."""
+    buckets, model = adapted(tiny_model_dir, LINEAR)
+    odd = [[(name.replace("_proj", "_odd"), tensor) for name, tensor in bucket] for bucket in buckets]
+    with pytest.raises(EngineError, match=r"rank 0 loaded the \d+ tensors .* and its modules took nothing of it$"):
+        publisher.publish(1, odd, [lora_service.address])
+    half = [*buckets[:-1], [(name.replace("_proj", "_odd"), tensor) for name, tensor in buckets[-1]]]
+    with pytest.raises(EngineError, match=r"and its modules took \d+ bytes of it$"):
+        publisher.publish(1, half, [lora_service.address])
+    publisher.publish(1, buckets, [lora_service.address])
+    assert log_prob_error(lora_service, model) < 1e-4
+
+
 @pytest.mark.full
 def test_the_engine_finds_a_changed_byte(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service = start(tiny_model_dir, tmp_path)
