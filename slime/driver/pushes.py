@@ -6,8 +6,9 @@ from slime.driver.memory_scheduler import MemoryScheduler
 from slime.driver.probe import Probe
 from slime.fleet.engines import Engines, NoEngineError
 from slime.fleet.train_group import TrainGroup
+from slime.observability import events
 from slime.observability.trace import span
-from slime.ray.supervision import Deadline
+from slime.ray.supervision import Deadline, LostError, RunError
 from slime.ray.train_actor import Published
 from slime.weights import EngineAddress
 
@@ -52,6 +53,11 @@ class Pushes:
                 break
             except NoEngineError:
                 continue
+            except RunError as error:
+                if not isinstance(error, LostError):  # whom trainers are made anew for
+                    told = {"phase": f"push of version {version}", "cause": str(error), "action": "the run ends"}
+                    events.add("push_failed", "engines", version=str(version), **told)
+                raise
         self._version = version
         return figures
 

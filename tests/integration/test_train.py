@@ -156,6 +156,9 @@ def test_colocated_run_trains_and_agrees_with_the_engine(colocated: Path) -> Non
     differences = series(colocated, "train/train_rollout_logprob_abs_diff")
     assert len(differences) == _ROLLOUTS
     assert max(differences) < 1e-4
+    probes = series(colocated, "rollout/push_probe_abs_diff")
+    assert len(probes) == 1 + _ROLLOUTS
+    assert max(probes) < 1e-4
     # Of the first, without a KL, chance may make it 0: where in each group all responses have the same reward.
     assert all(x > 0 for x in series(colocated, "train/grad_norm")[1:])
     # The first rollout comes from the reference's own weights: no KL yet, some later.
@@ -166,6 +169,7 @@ def test_colocated_run_trains_and_agrees_with_the_engine(colocated: Path) -> Non
     assert series(colocated, "rollout/prompts_read") == series(colocated, "rollout/prompts_trained") == [4, 8, 12]
     lines = (colocated.parent / "colocated.log").read_text().splitlines()
     assert [line.split(" | ")[0] for line in lines if " | eval/add " in line] == ["rollout 0/3", "rollout 3/3"]
+    assert all(" | probe " in line for line in lines if " | loss " in line)
     assert f"training starts from {colocated.parent / 'model'} (--ref-load)" in lines
     assert all("time" in line for line in read_metrics(colocated))
     assert_registered(colocated)

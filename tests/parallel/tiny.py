@@ -227,6 +227,7 @@ def arguments(directory: Path, **options: Any) -> Namespace:
             "tensor_model_parallel_size": 1,
             "pipeline_model_parallel_size": 1,
             "virtual_pipeline_model_parallel_size": None,
+            "microbatch_group_size_per_virtual_pipeline_stage": None,
             "context_parallel_size": 1,
             "expert_model_parallel_size": 1,
             "expert_tensor_parallel_size": None,
