@@ -105,7 +105,8 @@ def _first_of(ranks: Sequence[Loaded] | None) -> dict[str, Held] | None:
 
 
 def _values(loaded: Loaded) -> dict[str, str]:
-    return {name: held.digest for name, held in loaded.parameters.items() if held.digest}
+    # Others, which the model may not even use, have undefined values once an engine has slept.
+    return {name: held.digest for name, held in loaded.parameters.items() if held.loaded and held.digest}
 
 
 def _differences(

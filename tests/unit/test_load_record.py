@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -106,9 +107,10 @@ def test_all_that_is_given_and_taken_is_counted_and_then_forgotten(model: Model,
     told = note_of(model).answer(model, 0)
     assert (told.given, told.taken, told.stale) == (tally(SENT), BYTES, ())
     assert told.given.nbytes == BYTES
+    assert all(held.loaded for held in told.parameters.values())
     again = note_of(model).answer(model, 0)
     assert (again.given, again.taken) == (Tally(), 0)
-    assert again.parameters == told.parameters
+    assert again.parameters == {name: replace(held, loaded=False) for name, held in told.parameters.items()}
 
 
 def test_what_the_loader_drops_is_not_taken(model: Model) -> None:
@@ -116,6 +118,7 @@ def test_what_the_loader_drops_is_not_taken(model: Model) -> None:
     told = note_of(model).answer(model, 0)
     assert told.given.nbytes == BYTES
     assert told.taken == BYTES - SENT[3][1].nbytes
+    assert [name for name, held in told.parameters.items() if not held.loaded] == ["down"]
 
 
 def test_of_models_that_are_not_sglangs_nobody_knows_the_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +159,7 @@ def test_a_routers_copy_that_was_not_updated_is_found() -> None:
 
 
 def test_strings_bring_everything_and_what_a_draft_has_taken() -> None:
-    held = {"norm": Held("torch.float32", (4,), "ab"), "down": Held("torch.bfloat16", (4, 3), "")}
+    held = {"norm": Held("torch.float32", (4,), "ab", True), "down": Held("torch.bfloat16", (4, 3), "")}
     told = Loaded(Tally(3, 40, 2**64 - 1), 40, 0, ("gate._weight_fp32",), held)
     draft = Loaded(Tally(3, 40, 5), 12, 0, ("other",), {"eh_proj": Held("torch.float32", (2, 2), "cd")})
     strings = told.as_strings() | {f"draft.{name}": value for name, value in draft.as_strings().items()}

@@ -35,6 +35,11 @@ class Engine(FakeControl):
         self.stale: tuple[str, ...] = ()
         self.asked = 0
 
+    @property
+    def reached(self) -> set[int]:
+        """Parameters that loads have reached."""
+        return {id(tensor) for tensor in self.held.values()}
+
     def load(self, weights: NamedTensors, rank: int = 0) -> None:
         for name, tensor in weights:
             self.noted[rank].add(name, tensor)
@@ -51,7 +56,7 @@ class Engine(FakeControl):
 
     def _of(self, noted: Tally, number: int) -> Loaded:
         taken = None if self.dropped is None else noted.nbytes - self.dropped
-        return Loaded(noted, taken, 0, self.stale, held_by(self.held.items(), number))
+        return Loaded(noted, taken, 0, self.stale, held_by(self.held.items(), number, self.reached))
 
 
 class Plain(Engine):
@@ -144,8 +149,8 @@ def test_what_is_wrong_is_one_line(loads: NamedTensors, change: Any, message: st
     assert "\n" not in str(caught.value)
 
 
-def test_engines_of_one_layout_hold_the_same() -> None:
-    """Those of another one are not compared."""
+def test_engines_of_one_layout_hold_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of another one are not compared, nor what no load has reached."""
     one, other = Engine("http://e0"), Engine("http://e1")
     wide = Engine("http://e2", ranks=2)
     wide.held["fused"] = torch.ones(24)
@@ -156,6 +161,9 @@ def test_engines_of_one_layout_hold_the_same() -> None:
     pushed.begin([])
     with pytest.raises(EngineError, match="engines http://e0 and http://e1 hold different values on rank 0 of fused"):
         pushed.check()
+    monkeypatch.setattr(Engine, "reached", {id(engine.held["norm"]) for engine in (one, other, wide)})
+    pushed.begin([])
+    pushed.check()
 
 
 def test_of_servers_that_take_no_note_checksums_are_compared_where_they_tell_any() -> None:

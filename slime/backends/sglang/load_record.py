@@ -31,15 +31,15 @@ class LoadNote:
     def _forget(self) -> None:
         self.given = Tally()
         self.taken: list[int] = []  # loaders may be called by several threads, for which appending is safe
+        self.reached: set[int] = set()
 
     def answer(self, model: torch.nn.Module, number: int) -> Loaded:
         """What was loaded, which is then forgotten, and what there is, by the sample of ``number``."""
         taken = sum(self.taken) if self._counts or not self.given.tensors else None
         # Scales of cached keys and values are no weights: SGLang marks them.
         parameters = ((n, p) for n, p in model.named_parameters() if not getattr(p, "_skip_weight_check", False))
-        told = Loaded(
-            self.given, taken, stale=tuple(stale_copies(model, number)), parameters=held_by(parameters, number)
-        )
+        stale, held = tuple(stale_copies(model, number)), held_by(parameters, number, self.reached)
+        told = Loaded(self.given, taken, stale=stale, parameters=held)
         self._forget()
         return told
 
@@ -157,6 +157,7 @@ def _counted(loader: Callable[..., Any]) -> Callable[..., Any]:
         tensor = args[0] if args else options.get("loaded_weight")
         if _loading is not None and isinstance(tensor, torch.Tensor):
             _loading.taken.append(tensor.nbytes)
+            _loading.reached.add(id(parameter))
         return result
 
     load.is_counted = True  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -52,6 +52,8 @@ class Held:
     shape: tuple[int, ...]
     digest: str
     """Of a sample of its elements; empty where they do not lie in order."""
+    loaded: bool = False
+    """Whether a load has reached it since the engine was last asked."""
 
 
 @dataclass
@@ -72,8 +74,8 @@ class Loaded:
         """As SGLang passes it on, which knows strings by name."""
         given = self.given
         record = [given.tensors, given.nbytes, given.digest, self.taken, list(self.stale)]
-        held = {f"{_PARAMETER}{name}": json.dumps([h.dtype, h.shape, h.digest]) for name, h in self.parameters.items()}
-        return {_RECORD: json.dumps(record)} | held
+        held = ((name, [h.dtype, h.shape, h.digest, h.loaded]) for name, h in self.parameters.items())
+        return {_RECORD: json.dumps(record)} | {f"{_PARAMETER}{name}": json.dumps(values) for name, values in held}
 
     @classmethod
     def of_strings(cls, strings: Mapping[str, str]) -> Loaded:
@@ -85,8 +87,8 @@ class Loaded:
             begin = prefix + _PARAMETER
             for key, value in strings.items():
                 if key.startswith(begin):
-                    dtype, shape, of_sample = json.loads(value)
-                    parameters[prefix + key.removeprefix(begin)] = Held(dtype, tuple(shape), of_sample)
+                    dtype, shape, of_sample, loaded = json.loads(value)
+                    parameters[prefix + key.removeprefix(begin)] = Held(dtype, tuple(shape), of_sample, loaded)
         stale = (*stale, *(DRAFT + name for name in stale_drafts))
         return cls(Tally(tensors, nbytes, digest), taken, drafts or 0, stale, parameters)
 
@@ -104,15 +106,20 @@ def sample(tensor: torch.Tensor, number: int) -> torch.Tensor:
     return picked.contiguous().view(torch.uint8)
 
 
-def held_by(parameters: Iterable[tuple[str, torch.Tensor]], number: int) -> dict[str, Held]:
-    """Parameters by name, with digests of the samples of ``number``."""
+def held_by(
+    parameters: Iterable[tuple[str, torch.Tensor]], number: int, loaded: Container[int] = ()
+) -> dict[str, Held]:
+    """Parameters by name, with digests of the samples of ``number``; those of the ids ``loaded`` were loaded."""
     found: list[tuple[str, torch.Tensor]] = list(parameters)
     samples: dict[str, torch.Tensor] = {}
     for name, tensor in found:
         if tensor.is_contiguous() and tensor.numel():
             samples[name] = sample(tensor, number)
     of_samples = digests(samples)
-    return {name: Held(str(tensor.dtype), tuple(tensor.shape), of_samples.get(name, "")) for name, tensor in found}
+    return {
+        name: Held(str(tensor.dtype), tuple(tensor.shape), of_samples.get(name, ""), id(tensor) in loaded)
+        for name, tensor in found
+    }
 
 
 def digests(samples: Mapping[str, torch.Tensor]) -> dict[str, str]:
