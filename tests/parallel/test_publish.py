@@ -80,6 +80,8 @@ class FakeEngine:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def handle(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if path == "/weights_checker":
+            return 400, {"message": f"Unsupported action={body['action']!r}"}  # as a server without our record says
         self.calls.append(path.strip("/"))
         if path == "/update_weight_version":
             self.version = body["new_version"]
