@@ -21,6 +21,7 @@ from torch import Tensor
 
 from slime.backends.sglang import fixes, patches
 from slime.backends.sglang.fixes import refuse_other_layouts
+from slime.backends.sglang.load_record import note_of, prepare
 from slime.utils.http_utils import PortReservation
 from slime.weights.float8 import Float8Blocks
 
@@ -112,9 +113,13 @@ def main(before: Path, after: Path, after_float8: Path) -> dict[str, Any]:
     assert blocks is not None
     models = {"pushed": build(), "loaded": build(), "halved": build()}
     first = held(models["loaded"])
+    dropped: dict[str, int] = {}
     for how, with_pairs in (("pushed", True), ("halved", False)):
+        prepare(models[how])
         for bucket in blocks.quantised(in_buckets(tensors_of(after), with_pairs=with_pairs)):
             models[how].load_weights(bucket)
+        told = note_of(models[how]).answer(models[how], 0)
+        dropped[how] = told.given.nbytes - (told.taken or 0)
     models["loaded"].load_weights(list(tensors_of(after_float8).items()))
     wanted = held(models["loaded"])
     # The installed SGLang has all that is asked of it, and a Hopper GPU would be let through.
@@ -123,6 +128,7 @@ def main(before: Path, after: Path, after_float8: Path) -> dict[str, Any]:
     return {
         "float8": sum(tensor.dtype == torch.float8_e4m3fn for tensor in wanted.values()),
         "kept": sorted(first.keys() - differing(first, wanted)),
+        "dropped": dropped,
         "differ": differing(held(models["pushed"]), wanted),
         "differ_in_halves": differing(held(models["halved"]), wanted),
         **over_sleep(models["pushed"]),

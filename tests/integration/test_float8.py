@@ -79,6 +79,9 @@ def test_sglangs_loaders_take_pushes_as_they_take_checkpoints(kind: str, tmp_pat
         for end in ("", "_scale_inv")
     ]
     assert sorted(found["differ_in_halves"]) == (fused if kind == "deepseek_v3" else [])
+    # A push is proved by that.
+    assert found["dropped"]["pushed"] == 0
+    assert (found["dropped"]["halved"] > 0) == (kind == "deepseek_v3")
 
 
 @pytest.mark.full
