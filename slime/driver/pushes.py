@@ -55,8 +55,10 @@ class Pushes:
                 continue
             except RunError as error:
                 if not isinstance(error, LostError):  # whom trainers are made anew for
-                    told = {"phase": f"push of version {version}", "cause": str(error), "action": "the run ends"}
-                    events.add("push_failed", "engines", version=str(version), **told)
+                    phase, told = f"push of version {version}", str(error)
+                    events.add(
+                        "push_failed", "engines", phase=phase, version=str(version), cause=told, action="the run ends"
+                    )
                 raise
         self._version = version
         return figures
