@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from slime.driver.memory_scheduler import MemoryScheduler
 from slime.driver.probe import Probe
-from slime.fleet.engines import Engines, NoEngineError
+from slime.fleet.engines import Engines, NoEngineError, Publish
 from slime.fleet.train_group import TrainGroup
 from slime.observability import events
-from slime.observability.trace import span
 from slime.ray.supervision import Deadline, LostError, RunError
-from slime.ray.train_actor import Published
 from slime.weights import EngineAddress
+
+_T = TypeVar("_T")
 
 
 class Pushes:
@@ -27,8 +30,6 @@ class Pushes:
         """``limit`` is of each push; each is tried by the ``probe``."""
         self._trainers, self._engines, self._memory, self._limit = trainers, engines, memory, limit
         self._probe = probe
-        self._scores: list[float] | None = None
-        """What trainers make of the probe with the weights that they pushed last."""
         self.trained = 0
         """The trainers' version; whoever trains sets it."""
         self._version: int | None = None
@@ -46,10 +47,7 @@ class Pushes:
                 self._memory.make_room()
                 self._engines.await_one(f"push weights of version {version}")
             try:
-                with self._memory.pushing():
-                    figures = self._engines.push(version, lambda engines: self._publish(version, engines))
-                figures |= self._compare(version)
-                self._engines.admit()
+                figures = self._give(version, self._engines.push)
                 break
             except NoEngineError:
                 continue
@@ -66,6 +64,8 @@ class Pushes:
     def go_back(self) -> None:
         """Trainers are made anew, with older weights: no engine has those of the run before the next push."""
         self._version = self._early = None
+        if self._probe is not None:
+            self._probe.forget()
 
     def may_catch_up(self) -> bool:
         """Whether an engine that came back can be given weights while a rollout is under way, and trainers are idle.
@@ -88,23 +88,29 @@ class Pushes:
     def catch_up(self) -> int:
         """Give the trainers' weights to those that wait for them; which version that is."""
         version = self.trained
-        with self._memory.pushing():
-            self._engines.catch_up(version, lambda engines: self._publish(version, engines))
-        self._compare(version)
-        self._engines.admit()
+        self._give(version, self._engines.catch_up)
         if self.is_ahead and self._engines.serves():
             self._early = self._version = version
         return version
 
-    def _publish(self, version: int, engines: list[EngineAddress]) -> dict[str, float]:
-        phase, probe = f"push weights of version {version}", self._probe.tokens if self._probe is not None else []
-        ranks: list[Published] = self._trainers.call(phase, "publish", self._limit, version, engines, probe)
-        self._scores = next((scores for _, scores in ranks if scores is not None), None)
-        return ranks[0][0]
+    def probed(self) -> dict[str, float]:
+        """How far trainers and engines are apart after the pushes since it was last asked, where anybody was probed."""
+        difference = self._probe.finish() if self._probe is not None else None
+        return {} if difference is None else {"rollout/push_probe_abs_diff": difference}
 
-    def _compare(self, version: int) -> dict[str, float]:
-        """What engines that the push has reached make of the probe, before requests come to those that joined."""
-        if self._probe is None or self._scores is None:
-            return {}
-        with span("driver/probe", version=version):
-            return self._probe.compare(version, self._scores, self._engines.reached())
+    def _give(self, version: int, push: Callable[[int, Publish], _T]) -> _T:
+        """Have engines take the weights by one of their pushes, probe both sides, and admit those that joined."""
+        with self._memory.pushing():
+            figures = push(version, lambda engines: self._publish(version, engines))
+            reached = self._engines.reached()
+            if self._probe is not None and reached:
+                self._probe.ask_trainers(version)
+        if self._probe is not None and reached:
+            self._probe.ask_engines(self._engines.reached())
+        self._engines.admit()
+        return figures
+
+    def _publish(self, version: int, engines: list[EngineAddress]) -> dict[str, float]:
+        phase = f"push weights of version {version}"
+        figures: dict[str, float] = self._trainers.call(phase, "publish", self._limit, version, engines)[0]
+        return figures

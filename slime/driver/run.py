@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -144,7 +145,8 @@ class Run:
         }
         limit = limit_of(args, "weight_update_timeout", MARGIN_S)
         self._memory = MemoryScheduler(self._trainers, self.engines, limit, **offloads)
-        probe = Probe(args, self._supervisor, lambda: self._data.ask("make the probe", limit, "probe_tokens"))
+        make = functools.partial(self._data.ask, "make the probe", limit, "probe_tokens")
+        probe = Probe(args, self._supervisor, self._trainers, make)
         self._pushes = Pushes(self._trainers, self.engines, self._memory, limit, probe)
         self._data.catches_up(self._pushes.may_catch_up, self._catch_up)
         self._snapshots = snapshot_directory(args, placement, ray.util.get_node_ip_address())
@@ -232,6 +234,8 @@ class Run:
                 yield self._next - 1
             with self._recovering():
                 self.finish_evaluation()
+                if self._pushes is not None and (probed := self._pushes.probed()):
+                    self._log(probed, "rollout/step", self._next - 1)
             if self._next >= self.args.num_rollout:
                 return
 
@@ -289,6 +293,7 @@ class Run:
                 accounts = self._data.hand_over(rollout_id, limit)
         metrics["perf/wait_for_rollout_time"] = waiting.seconds
         metrics["perf/rollout_ahead_time"] = self._step_started - begun
+        metrics |= self._pushes.probed() if self._pushes is not None else {}
         self._log(metrics | accounts | self.engines.metrics(), "rollout/step", rollout_id)
         return batches
 

@@ -41,6 +41,8 @@ class TrainGroup:
         self._state: dict[str, Any] | None = None
         self._calls: list[ray.ObjectRef] = []
         """The latest."""
+        self._begun: list[ray.ObjectRef] = []
+        """Since then."""
 
     def create(self, placement: Placement, newest: Checkpoint | None = None) -> None:
         """Make the actors, each on its slot, to go on from ``newest`` where that is given, not from ``--load``."""
@@ -90,10 +92,10 @@ class TrainGroup:
             ray.kill(actor)
         if ends:  # and their memory is free
             ray.wait(ends, num_returns=len(ends), timeout=_LEAVE_S)
-        for call in (*calls, *ends, *self._calls):  # Ray would print their errors when it forgets them
+        for call in (*calls, *ends, *self._calls, *self._begun):  # Ray would print their errors when it forgets them
             with contextlib.suppress(RayError):
                 ray.get(call, timeout=0)
-        self.actors, self._calls = [], []
+        self.actors, self._calls, self._begun = [], [], []
 
     @property
     def names(self) -> list[str]:
@@ -110,8 +112,16 @@ class TrainGroup:
             f"trainer {rank}": getattr(actor, method).remote(*its_values)
             for rank, (actor, its_values) in enumerate(zip(self.actors, values, strict=False))
         }
-        self._calls = list(calls.values())
+        self._calls, self._begun = list(calls.values()), []
         return self._supervisor.wait(calls, phase, limit)
+
+    def begin(self, method: str, *values: Any) -> dict[str, ray.ObjectRef]:
+        """Call a method of every rank, by name, before whatever they are called for next; nothing is waited for."""
+        calls = {
+            name: getattr(actor, method).remote(*values) for name, actor in zip(self.names, self.actors, strict=True)
+        }
+        self._begun += calls.values()
+        return calls
 
     def train(self, rollout_id: int, batches: list[ray.ObjectRef], limit: Deadline) -> list[dict[str, float]]:
         """Train on a rollout, of which each data-parallel rank has a batch; rank 0's metrics, one dict a step."""

@@ -112,7 +112,8 @@ class EngineActor:
     def score(self, tokens: list[int]) -> list[float]:
         """Log-probs of all of some tokens but the first one."""
         args = self._args
-        return self._engine.control(args.weight_update_timeout).score(tokens, adapter=args.lora_sync == "adapter")
+        with span("engine/probe"):
+            return self._engine.control(args.weight_update_timeout).score(tokens, adapter=args.lora_sync == "adapter")
 
     def leave(self) -> None:
         """Answer what runs with what it has so far, which others go on with, and `stop`."""

@@ -40,10 +40,6 @@ _STILL_WHOLE = "earlier checkpoints are whole"
 _STORE_IS_THERE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
-Published = tuple[dict[str, float], list[float] | None]
-"""Figures of a push, and the log-probs of a probe."""
-
-
 class TrainActor:
     """One rank; every method but ``watch`` and ``serve_rendezvous`` is collective over all ranks."""
 
@@ -101,9 +97,8 @@ class TrainActor:
         """Undo `sleep`, or only for the actor's weights; what was in use before."""
         return self._trainer.wake(weights_only=weights_only)
 
-    def publish(self, version: int, engines: list[EngineAddress], probe: list[int]) -> Published:
-        """Push the present weights as ``version`` to these engines, which may be others than the last time; figures of
-        it, and what they make of the tokens ``probe``, if there are any, on ranks that know."""
+    def publish(self, version: int, engines: list[EngineAddress]) -> dict[str, float]:
+        """Push the present weights as ``version`` to these engines, which may be others than the last time."""
         from slime.weights import make_publisher
         from slime.weights.agreement import OtherRankError
         from slime.weights.float8 import Float8Blocks
@@ -122,16 +117,17 @@ class TrainActor:
                 full_buckets = self._export(version, own_experts=False) if checks else None
                 figures = self._publisher.publish(version, buckets, engines, full_buckets)
         except OtherRankError:
-            return {}, None  # that rank raises it, and knows more
-        pushed = {
+            return {}  # that rank raises it, and knows more
+        return {
             "perf/update_weights_time": time.monotonic() - started,
             "perf/update_weights_paused_time": figures["paused_seconds"],
             "perf/update_weights_wire_bytes": figures["bytes"],
         }
-        if not probe:
-            return pushed, None
-        with span("push/probe", version=version):
-            return pushed, self._trainer.score(probe)
+
+    def score(self, tokens: list[int]) -> list[float] | None:
+        """What `Trainer.score` makes of some tokens."""
+        with span("push/probe"):
+            return self._trainer.score(tokens)
 
     def _export(self, version: int, *, own_experts: bool) -> Iterator[NamedTensors]:
         buckets = self._trainer.export_buckets(version, own_experts=own_experts)

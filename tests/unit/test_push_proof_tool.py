@@ -27,7 +27,8 @@ def run_of(run_dir: Path, versions: int) -> None:
         slow = 1.0 if version == 0 else 0.001 * version  # the first push meets the engines
         spans = [line("trainer_0", "push/note", version, 0.0005), line("trainer_0", "push/note", version, 0.0005)]
         spans += [line("trainer_0", "push/call", version, slow, phase=phase) for phase in ("pause", "prove")]
-        spans += [line("trainer_0", "push/probe", version, 0.002), line("trainer_1", "push/probe", version, 9.0)]
+        spans += [line(f"trainer_{rank}", "push/probe", version, seconds) for rank, seconds in enumerate((0.002, 9.0))]
+        spans += [line("engine_0_actor", "engine/probe", version, 0.003)]
         write(run_dir / "trace" / f"trainer_{version}.jsonl", spans)
         write(run_dir / "trace" / f"driver_{version}.jsonl", [line("driver", "driver/probe", version, 0.004)])
     steps = [{"perf/step_time": seconds} for seconds in (1.0, 2.0, 9.0)]
@@ -46,9 +47,10 @@ def test_parts_are_in_the_median_over_all_pushes_but_the_first(
         "| trainers count and sample what they send | 1.00 | 0.050 |",
         "| engines that are new forget earlier loads | 0.00 | 0.000 |",
         "| engines tell what they loaded and hold | 2.00 | 0.100 |",
-        "| trainers score the probe | 2.00 | 0.100 |",
-        "| engines score the probe | 4.00 | 0.200 |",
-        "| together | 9.00 | 0.450 |",
+        "| the driver waits for the probe | 4.00 | 0.200 |",
+        "| together | 7.00 | 0.350 |",
+        "| beside: trainers score the probe | 2.00 | 0.100 |",
+        "| beside: an engine scores the probe | 3.00 | 0.150 |",
     ]
 
 
