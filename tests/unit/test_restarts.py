@@ -328,6 +328,46 @@ def pushes(monkeypatch: pytest.MonkeyPatch) -> tuple[Fleet, Trainers, Pushes]:
     return fleet, trainers, made
 
 
+class Probe:
+    """Notes who is asked, and what there is then."""
+
+    def __init__(self, fleet: Fleet, memory: Memory) -> None:
+        self._fleet, self._memory = fleet, memory
+        self.notes: list[tuple[Any, ...]] = []
+
+    def ask_trainers(self, version: int) -> None:
+        self.notes.append(("trainers", version, len(self._memory.meanwhile)))
+
+    def ask_engines(self, members: list[Any]) -> None:
+        names = [member.name for member in members]
+        self.notes.append(("engines", names, len(self._memory.meanwhile), self._fleet.serving()[-1]))
+
+    def forget(self) -> None:
+        self.notes.append(("forget",))
+
+    def finish(self) -> float:
+        return 0.25
+
+
+def test_both_sides_are_probed_after_a_push_trainers_before_they_sleep_and_engines_before_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet, trainers = Fleet(monkeypatch, beside=False), Trainers()
+    memory = Memory(fleet)
+    probe = Probe(fleet, memory)
+    made = Pushes(trainers, fleet.engines, memory, None, probe)  # type: ignore[arg-type]
+    made.push(0)
+    both = ["http://e0", "http://e1"]
+    assert probe.notes == [("trainers", 0, 0), ("engines", ["engine 0", "engine 1"], 1, both)]
+    lose(fleet, 1)
+    made.catch_up()
+    assert probe.notes[2:] == [("trainers", 0, 1), ("engines", ["engine 1"], 2, both[:1])]
+    assert fleet.serving()[-1] == both
+    made.go_back()
+    assert probe.notes[4:] == [("forget",)]
+    assert made.probed() == {"rollout/push_probe_abs_diff": 0.25}
+
+
 def lose(fleet: Fleet, *ranks: int) -> None:
     for rank in ranks:
         fleet.actors[rank].die()
