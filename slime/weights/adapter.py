@@ -13,7 +13,6 @@ from slime.files.hf_writer import NamedTensors
 from slime.models import family_of, hf_config
 from slime.models.adapters import completed, peft_config
 from slime.weights.equality import digest
-from slime.weights.proof import tally_of
 from slime.weights.publisher import WeightPublisher
 from slime.weights.tensor import flat_layout, serialize
 
@@ -41,7 +40,8 @@ class AdapterPublisher(WeightPublisher):
 
     def _seal(self, version: int) -> None:
         tensors = completed(self._tensors, family_of(hf_config(self.args.hf_checkpoint)))
-        self._tensors, self._proof.sent = {}, tally_of(tensors.items())
+        self._tensors = {}
+        self._proof.send_instead(tensors.items())
         layout, size = flat_layout(list(tensors.items()))
         flat = torch.empty(size, dtype=torch.uint8)
         for place, tensor in zip(layout, tensors.values(), strict=True):

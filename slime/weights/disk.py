@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.files.hf_writer import NamedTensors
 from slime.utils.user_functions import call_user_function
-from slime.weights.hf_directory import HFDirectoryWriter, load_format
+from slime.weights.hf_directory import HFDirectoryWriter, load_format, stored_tensors
 from slime.weights.publisher import WeightPublisher
 
 
@@ -42,6 +42,7 @@ class DiskPublisher(WeightPublisher):
         if (path := self.args.custom_update_weight_post_write_path) is not None:
             values = {"args": self.args, "version_dir": str(directory), "rollout_engines": self.engines}
             call_user_function("--custom-update-weight-post-write-path", path, values)
+            self._proof.send_instead(stored_tensors(directory))  # which it may have changed
 
     def _complete(self, version: int) -> None:
         directory, how = self._written, load_format(self.args)

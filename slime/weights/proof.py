@@ -69,6 +69,12 @@ class PushProof:
             if there is not None and there.shape == tuple(tensor.shape) and there.dtype == str(tensor.dtype):
                 self._samples[name] = sample(tensor.contiguous(), self._number)
 
+    def send_instead(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Count these in the place of all buckets: what became of them before it was sent (rank 0)."""
+        self.sent, self._samples = Tally(), {}
+        for name, tensor in tensors:
+            self.sent.add(name, tensor)
+
     def words(self) -> str:
         """This rank's count, for rank 0."""
         return json.dumps(astuple(self.sent))
@@ -141,11 +147,3 @@ def _disagreements(of_samples: Mapping[str, list[dict[str, str]]]) -> Iterator[s
         for index, (ours, theirs) in enumerate(zip(ranks, of_samples[other], strict=True)):
             if differing := {name for name in ours if ours[name] != theirs[name]}:
                 yield f"engines {other} and {url} hold different values on rank {index} of {abbreviate(differing)}"
-
-
-def tally_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Tally:
-    """What tensors add up to."""
-    tally = Tally()
-    for name, tensor in tensors:
-        tally.add(name, tensor)
-    return tally

@@ -14,7 +14,7 @@ import torch
 from slime.backends.sglang.client import EngineError
 from slime.backends.sglang.loaded import Loaded, Tally, held_by
 from slime.files.hf_writer import NamedTensors
-from slime.weights.proof import PushProof, tally_of
+from slime.weights.proof import PushProof
 from slime.weights.tensor import TensorPublisher
 from tests.fake_control import FakeControl, addresses_of
 
@@ -219,9 +219,21 @@ def test_values_in_float8_and_of_another_type_are_left_to_the_names() -> None:
         ("router", torch.ones(4, dtype=torch.bfloat16)),
     ]
     pushed.begin(sent)
-    engine.noted = [tally_of(sent)]
+    for name, tensor in sent:
+        engine.noted[0].add(name, tensor)
     pushed.check()
     assert pushed.proof._samples == {}
+
+
+def test_what_is_sent_in_the_place_of_buckets_counts_instead() -> None:
+    """Adapters with what engines need beside them, or files that a user's function has changed."""
+    engine = Engine("http://e0")
+    pushed = Pushed(engine)
+    pushed.begin()
+    pushed.proof.send_instead([("norm", torch.zeros(4, dtype=torch.bfloat16)), *SENT[1:], ("more", torch.ones(1))])
+    engine.noted[0].add("norm", torch.zeros(4, dtype=torch.bfloat16))
+    engine.load([*SENT[1:], ("more", torch.ones(1))])
+    pushed.check()
 
 
 class Loading(Engine):
