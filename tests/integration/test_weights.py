@@ -458,12 +458,16 @@ def test_a_push_is_proved(
         monkeypatch.setattr(within, "_deliver", lambda bucket, staged: deliver(change(bucket), staged))
         publisher.publish(next(_versions), buckets_of(model))
 
-    engine = rf"{type(within).__name__}\): prove|{type(within).__name__}\): engine {service.engine.url} rank 0 "
+    engine = rf"{type(within).__name__}\): engine {service.engine.url} rank 0 "
     with pytest.raises(EngineError, match=engine + r"loaded 24 tensors of \d+ bytes in the place of the 25 tensors of"):
         push(lambda bucket: [named for named in bucket if named[0] != "model.norm.weight"])
     with pytest.raises(EngineError, match=engine + "loaded others in the place of the 25 tensors of"):
         push(lambda bucket: [(name.replace("model.norm.weight", "model.none.weight"), each) for name, each in bucket])
     with pytest.raises(EngineError, match=engine + "holds other values than it was sent of model.norm.weight$"):
         push(lambda bucket: [(name, each + (name == "model.norm.weight")) for name, each in bucket])
+    with pytest.MonkeyPatch.context() as silent:
+        silent.setattr(within, "_complete" if transport == "disk" else "_deliver", lambda *_: None)
+        with pytest.raises(EngineError, match=engine + "loaded nothing in the place of the 25 tensors of"):
+            publisher.publish(next(_versions), buckets_of(model))
     push(lambda bucket: bucket)
     assert engine_log_prob_error(service, model) < 1e-4
