@@ -97,7 +97,7 @@ class PushProof:
             others = [engine for engine in engines if engine not in noting]
             if len(others) > 1:
                 checksums = ask("prove: checksums", lambda control: control.checksums_if_told(), others)
-                of_samples |= {url: ranks for url, ranks in checksums.items() if ranks is not None}
+                of_samples |= {url: [_as_held(rank) for rank in ranks] for url, ranks in checksums.items() if ranks}
             problems = list(_disagreements(of_samples))
         if problems:
             raise EngineError("; ".join(problems))
@@ -110,9 +110,13 @@ def _first_of(ranks: Sequence[Loaded] | None) -> dict[str, Held] | None:
     return dict(ranks[0].parameters) if ranks else None
 
 
-def _values(loaded: Loaded) -> dict[str, str]:
+def _values(loaded: Loaded) -> dict[str, Held]:
     # Others, which the model may not even use, have undefined values once an engine has slept.
-    return {name: held.digest for name, held in loaded.parameters.items() if held.loaded and held.digest}
+    return {name: held for name, held in loaded.parameters.items() if held.loaded and held.digest}
+
+
+def _as_held(checksums: Mapping[str, str]) -> dict[str, Held]:
+    return {name: Held("", (), checksum) for name, checksum in checksums.items()}
 
 
 def _differences(
@@ -139,11 +143,12 @@ def _differences(
         yield f"holds other values than it was sent of {abbreviate(differing)}"
 
 
-def _disagreements(of_samples: Mapping[str, list[dict[str, str]]]) -> Iterator[str]:
+def _disagreements(of_samples: Mapping[str, list[dict[str, Held]]]) -> Iterator[str]:
     """Engines of one layout, with the same parameters on as many ranks, hold the same."""
     first: dict[Any, str] = {}
     for url, ranks in of_samples.items():
-        other = first.setdefault(tuple(tuple(rank) for rank in ranks), url)
+        layout = tuple(tuple((name, held.dtype, held.shape) for name, held in rank.items()) for rank in ranks)
+        other = first.setdefault(layout, url)
         for index, (ours, theirs) in enumerate(zip(ranks, of_samples[other], strict=True)):
-            if differing := {name for name in ours if ours[name] != theirs[name]}:
+            if differing := {name for name in ours if ours[name].digest != theirs[name].digest}:
                 yield f"engines {other} and {url} hold different values on rank {index} of {abbreviate(differing)}"

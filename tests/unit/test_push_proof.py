@@ -154,14 +154,16 @@ def test_engines_of_one_layout_hold_the_same(monkeypatch: pytest.MonkeyPatch) ->
     one, other = Engine("http://e0"), Engine("http://e1")
     wide = Engine("http://e2", ranks=2)
     wide.held["fused"] = torch.ones(24)
-    pushed = Pushed(one, other, wide)
+    half = Engine("http://e3")
+    half.held["fused"] = torch.ones(24, dtype=torch.bfloat16)
+    pushed = Pushed(one, other, wide, half)
     pushed.begin([])
     pushed.check()
     other.held["fused"][5] = 1.0
     pushed.begin([])
     with pytest.raises(EngineError, match="engines http://e0 and http://e1 hold different values on rank 0 of fused"):
         pushed.check()
-    monkeypatch.setattr(Engine, "reached", {id(engine.held["norm"]) for engine in (one, other, wide)})
+    monkeypatch.setattr(Engine, "reached", {id(engine.held["norm"]) for engine in (one, other, wide, half)})
     pushed.begin([])
     pushed.check()
 
