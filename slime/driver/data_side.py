@@ -12,7 +12,8 @@ import ray
 
 from slime.driver.restarts import Restarts
 from slime.driver.rollout_manager import create_manager
-from slime.fleet.engines import START_ROUTER, Engines, Keys
+from slime.fleet.engines import START_ROUTER, Engines
+from slime.fleet.external import Keys
 from slime.fleet.spec import ModelSpec
 from slime.observability import events
 from slime.observability.progress import warn

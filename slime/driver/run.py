@@ -30,6 +30,7 @@ from slime.driver.schedule import check_remaining, is_due, missing_exports, scor
 from slime.entry.arguments import describe
 from slime.files.storage import write_text, writing
 from slime.fleet.engines import Engines
+from slime.fleet.external import given_keys, with_external_engines
 from slime.fleet.placement import Placement, core_shortage, place
 from slime.fleet.spec import ModelSpec, fleet_of
 from slime.fleet.train_group import Saver, TrainGroup
@@ -125,10 +126,11 @@ class Run:
         say(f"run directory: {args.run_dir}; loading the data")
         if begins := starting_point(args):
             say(begins)
+        given = given_keys(args)
         # Hexadecimal: a key may end up behind a flag, and must not look like one.
-        keys = None if args.no_api_keys else (secrets.token_hex(24), secrets.token_hex(24))
+        keys = None if args.no_api_keys else given or (secrets.token_hex(24), secrets.token_hex(24))
         logs.hide(keys or ())
-        fleet = fleet_of(args)
+        fleet = with_external_engines(fleet_of(args), given)
         with span("driver/load_data"):
             self._load_data(keys, fleet.models if fleet.engines else ())
         args = self.args

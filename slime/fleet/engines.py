@@ -6,20 +6,20 @@ from __future__ import annotations
 import argparse
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import ray
 
+from slime.fleet.actors import ActorMaker
+from slime.fleet.external import Keys
 from slime.fleet.losses import Losses
 from slime.fleet.membership import Member, Membership
 from slime.fleet.placement import Placement, Slot
 from slime.fleet.restarts import Comeback, Restarts
 from slime.fleet.spec import EngineSpec, Fleet
 from slime.observability.progress import say, warn
-from slime.ray.cluster import actor_environment, as_actor, worker_options
-from slime.ray.engine_actor import EXAMINATION, EngineActor, EngineNode, EnginePlan
 from slime.ray.supervision import MARGIN_S, Deadline, RayDownError, RunError, Supervisor, limit_of
 from slime.weights import EngineAddress
 
@@ -31,8 +31,6 @@ class NoEngineError(RunError):
 _LEAVE_S = 60.0
 START_ROUTER = "start router"
 Publish = Callable[[list[EngineAddress]], dict[str, float]]
-Keys = tuple[str, str] | None
-"""(generate, admin) of servers; None for open ones, on loopback."""
 
 
 class Engines:
@@ -45,9 +43,9 @@ class Engines:
 
     def __init__(self, args: argparse.Namespace, supervisor: Supervisor) -> None:
         self._args, self._supervisor = args, supervisor
-        self._keys: Keys = None
         self.membership = Membership()
         self._placement = Placement([], [], [])
+        self._actors = ActorMaker(args, self._placement, None)
         self._manager: Any = None
         self._members: dict[str, Member] = {}
         """All that there were, by name."""
@@ -65,30 +63,20 @@ class Engines:
 
     def create(self, fleet: Fleet, placement: Placement, keys: Keys = None) -> None:
         """Make the actors of all the fleet's engines, each on the first of its slots."""
-        self._placement, self._trains, self._keys = placement, fleet.trainers > 0, keys
+        self._placement, self._trains = placement, fleet.trainers > 0
+        self._actors = ActorMaker(self._args, placement, keys)
         for spec, slots in zip(fleet.engines, placement.engines, strict=True):
-            for first in range(0, len(slots), spec.width):
+            for number in range(spec.count):
+                first = number * spec.width
                 self._make(spec, slots[first : first + spec.width], serves=True)
 
     def _make(self, spec: EngineSpec, slots: list[Slot], *, serves: bool) -> Member:
         rank = sum(other.spec.model == spec.model for other in self._members.values())
-        name, actor = self._actor(spec, slots, rank)
+        name, actor = self._actors.make(spec, slots, rank)
         member = self._members[name] = Member(name, spec, "", actor, tuple(slots), serves, rank)
         self.membership = self.membership.having(member)
         self._supervisor.watch(name, actor, functools.partial(self._go_on_without, name))
         return member
-
-    def _actor(self, spec: EngineSpec, slots: Sequence[Slot], rank: int) -> tuple[str, Any]:
-        """An engine's name and its actor, on the first of the slots; it makes those of the engine's other nodes."""
-        nodes, where = [], {"runtime_env": actor_environment(self._placement.interface())}
-        for first in range(0, spec.width, spec.on_node):
-            part = slots[first : first + spec.on_node]
-            options = {**where, **self._placement.options(part[0], trains=False)}
-            nodes.append(EngineNode(options, [slot.gpu for slot in part if slot.gpu is not None] or None))
-        its_args = spec.options(worker_options(self._args), self._placement.on_gpus)
-        plan = EnginePlan(its_args, rank, self._keys, nodes, spec.model.called("engine"))
-        actor = as_actor(EngineActor, **{EXAMINATION: 1}).options(**nodes[0].options).remote(plan)
-        return f"{plan.name} {rank}", actor
 
     def started(self, urls: list[str]) -> None:
         """Note the addresses at which all answer, in the order of `begin`; RunError if several have the same."""
@@ -112,7 +100,8 @@ class Engines:
         """Start one more engine like the first of ``model``; its name. One of the trained model gets no request before
         `push` has brought it the weights. RunError where there is no such model, its engines are beside trainers, no
         slot is free, or it does not start; the engines are then those of before."""
-        specs = {member.spec.model.name: member.spec for member in reversed(self._members.values())}
+        ours = [member.spec for member in reversed(self._members.values()) if not member.spec.urls]
+        specs = {spec.model.name: spec for spec in ours}
         if model not in specs:
             raise RunError(f"add an engine: no model {model!r} is served, there are: {', '.join(specs) or 'none'}")
         if (spec := specs[model]).beside_trainers:
@@ -294,8 +283,8 @@ class Engines:
                 self._is_back(member, phase)
 
     def _address(self, member: Member) -> EngineAddress:
-        generate_key, admin_key = self._keys or (None, None)
-        first = self._placement.number(member.slots[0])
+        generate_key, admin_key = self._actors.keys_of(member.spec) or (None, None)
+        first = self._placement.number(member.slots[0]) if member.slots else len(self._placement.slots)
         apart = not member.spec.beside_trainers
         return EngineAddress(member.url, member.spec.width, generate_key, admin_key, first, apart, member.life)
 
@@ -322,10 +311,11 @@ class Engines:
             self._leave_out(member)  # `add`, which waits for it, says so
             return
         self.membership = self.membership.without(name)
-        returns = self._restarts is not None and self._restarts.take(member)
+        is_ours = not member.spec.urls
+        returns = is_ours and self._restarts is not None and self._restarts.take(member)
         action = "it is started again" if returns else "the run goes on without it"
         self._losses.tell("engine_hangs" if " hangs: " in lines[0] else "engine_died", member, phase, cause, action)
-        if self._restarts is not None and not returns:
+        if is_ours and self._restarts is not None and not returns:
             self._losses.tell("engine_given_up", member, phase, cause, self._why_given_up())
         self._check_enough(member, phase, cause)
         if not returns:
@@ -336,14 +326,12 @@ class Engines:
         alive, lost = (len(found(member.spec)) for found in (self._alive, self._losses.of))
         requests = ", which get its requests" if alive else ": requests wait"
         requests += ", and it is started again" if returns else ""
-        warn(
-            f"{lines[0]}; going on with {alive} of {alive + lost} engines{requests} "
-            f"(log: {self._args.run_dir}/logs/{name.replace(' ', '_')}.log)"
-        )
+        log = f" (log: {self._args.run_dir}/logs/{name.replace(' ', '_')}.log)" if is_ours else ""
+        warn(f"{lines[0]}; going on with {alive} of {alive + lost} engines{requests}{log}")
 
     def next_life(self, member: Member) -> Member:
         """Make its actor again, on the same slots."""
-        _, actor = self._actor(member.spec, member.slots, member.rank)
+        _, actor = self._actors.make(member.spec, member.slots, member.rank)
         self._restarted += 1
         following = replace(member, url="", actor=actor, serves=False, life=member.life + 1)
         self._members[member.name] = following

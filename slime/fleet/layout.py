@@ -18,9 +18,9 @@ def describe_models(args: argparse.Namespace) -> str:
     rows = [
         (
             spec.model.name,
-            spec.worker_type + (", beside trainers" if spec.beside_trainers else ""),
+            f"external at {spec.urls[0].removeprefix('http://')}" if spec.urls else _kind(spec),
             _numbered(spec.model.called("engine"), first, spec),
-            _span(spec.first_slot, spec.place.stop),
+            "none" if spec.urls else _span(spec.first_slot, spec.place.stop),
             _router(args, spec.model),
             _weights(args, fleet, spec),
         )
@@ -29,6 +29,10 @@ def describe_models(args: argparse.Namespace) -> str:
     widths = [max(len(row[column]) for row in (_HEAD, *rows)) for column in range(len(_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (_HEAD, *rows)]
     return "\n".join(["models served:", *(f"  {line.rstrip()}" for line in lines)])
+
+
+def _kind(spec: EngineSpec) -> str:
+    return spec.worker_type + (", beside trainers" if spec.beside_trainers else "")
 
 
 def _numbered(name: str, first: int, spec: EngineSpec) -> str:

@@ -54,6 +54,11 @@ class Membership:
         """Those that get the trainers' weights."""
         return [member for member in self.engines if member.spec.model.trained]
 
+    @property
+    def open_urls(self) -> frozenset[str]:
+        """Where those are that ask for none of the run's keys."""
+        return frozenset(member.url for member in self.engines if not member.spec.keyed)
+
     def serving(self, model: str) -> dict[str, Any]:
         """The actors of a model's engines that are to get requests, by URL."""
         return {m.url: m.actor for m in self.engines if m.serves and m.spec.model.name == model}

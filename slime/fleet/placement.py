@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slime.fleet.external import is_elsewhere
 from slime.fleet.spec import EngineSpec, Fleet, fleet_of
 from slime.options.serving.sglang_config import CONFIG
 from slime.ray.supervision import InputError, RunError
@@ -44,6 +45,8 @@ class Placement:
     train: list[Slot]
     engines: list[list[Slot]]
     """In the order of the fleet's entries."""
+    reaches_out: bool = False
+    """Whether there are external engines on other hosts."""
     _left: list[list[Slot]] = field(default_factory=list, init=False, repr=False)
     """Of engines that have left, or died."""
 
@@ -57,9 +60,14 @@ class Placement:
         """Whether trainers and engines are on one host."""
         return len({slot.host for slot in self.slots}) == 1
 
+    @property
+    def meets_on_loopback(self) -> bool:
+        """Whether no other host has a part in the run's collectives."""
+        return self.on_one_host and not self.reaches_out
+
     def interface(self) -> dict[str, str]:
         """Variables for actors: on one host ranks meet on loopback, and gloo would listen where its name leads."""
-        if not self.on_one_host:
+        if not self.meets_on_loopback:
             return {}
         return {NODE_ADDRESS_VARIABLE: LOOPBACK, "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
 
@@ -87,7 +95,7 @@ class Placement:
         try:
             _check_engines(slots, spec)
             elsewhere = sorted({slot.host for slot in slots} - {slot.host for slot in self.slots})
-            if elsewhere and self.on_one_host:
+            if elsewhere and self.meets_on_loopback:
                 # There trainers listen on loopback to the engines that they push to, and servers without keys do.
                 raise RunError(
                     f"placement: the free slots are on {', '.join(elsewhere)}, and the run's are all on "
@@ -99,7 +107,9 @@ class Placement:
         return slots
 
     def give_back(self, slots: list[Slot]) -> None:
-        """Free the slots of an engine that is gone."""
+        """Free the slots of an engine that is gone; an external one had none."""
+        if not slots:
+            return
         if slots[0] in self.slots:
             self._left.append(slots)
         else:
@@ -118,7 +128,7 @@ def core_shortage(args: argparse.Namespace) -> str | None:
     given = [f"--actor-num-gpus-per-node {args.actor_num_gpus_per_node}"]
     slots: Counter[str] = Counter()
     for spec in fleet.engines:
-        if not spec.beside_trainers:
+        if not spec.beside_trainers and not spec.urls:
             slots[spec.flag] += spec.slots
     given += [f"{count} slots in {flag}" if flag == CONFIG else f"{flag} {count}" for flag, count in slots.items()]
     return (
@@ -147,15 +157,17 @@ def place(args: argparse.Namespace, fleet: Fleet) -> Placement:
     """Reserve the run's slots. InputError, with the command that would start enough, where the cluster has too few;
     RunError where they did not become free in time."""
     total = fleet.total
+    reaches_out = any(map(is_elsewhere, fleet.external))
     if total == 0:
-        return Placement([], [], [])
+        return Placement([], [], [[] for _ in fleet.engines], reaches_out)
     # The driver's own host may have none: `ray job submit` runs it on a head node.
     resource = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
     available = int(ray.cluster_resources().get(resource, 0))
     if available < total:
         flag = "--num-gpus" if resource == "GPU" else "--num-cpus"
-        users = ", ".join([f"{fleet.trainers} to train", *(f"{s.slots} {s.model.role}" for s in fleet.engines)])
-        flags = " / ".join(dict.fromkeys(["--actor-num-gpus-per-node", *(spec.flag for spec in fleet.engines)]))
+        ours = [spec for spec in fleet.engines if not spec.urls]
+        users = ", ".join([f"{fleet.trainers} to train", *(f"{spec.slots} {spec.model.role}" for spec in ours)])
+        flags = " / ".join(dict.fromkeys(["--actor-num-gpus-per-node", *(spec.flag for spec in ours)]))
         raise InputError(
             f"placement: the run needs {total} {resource} slots ({users}) and Ray has {available}; lower "
             f"{flags}, or start more: `ray start --head {flag} {total}`"
@@ -170,7 +182,7 @@ def place(args: argparse.Namespace, fleet: Fleet) -> Placement:
     except BaseException:
         _release(slots)
         raise
-    return Placement(slots, slots[: fleet.trainers], engines)
+    return Placement(slots, slots[: fleet.trainers], engines, reaches_out)
 
 
 def _reserve(count: int, resource: str, timeout: float) -> list[Slot]:

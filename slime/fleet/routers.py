@@ -55,6 +55,8 @@ class Routers:
         """By the name of the model behind it."""
         self._engines: dict[str, dict[str, Any]] = {}
         """The actors of those that get requests, by model and URL."""
+        self._open: frozenset[str] = frozenset()
+        """URLs of engines that ask for no key."""
         self._hanging: set[str] = set()
         """URLs of engines that were left out before whoever says who is there knew."""
         self._joining: dict[str, list[str]] = {}
@@ -129,6 +131,7 @@ class Routers:
             if membership.version < self._version:
                 return
             self._version = membership.version
+            self._open = membership.open_urls
             self._hanging &= {url for model in self._routers for url in membership.serving(model)}
             for model in self._routers:
                 engines = membership.serving(model)
@@ -137,6 +140,7 @@ class Routers:
                 urls = [url for url in engines if url not in self._engines[model].keys() | self._hanging]
                 bypass_proxies([urlsplit(url).hostname or "" for url in urls])
                 self._engines[model] |= {url: engines[url] for url in urls}
+                self._routers[model].open_engines = self._open
                 joined |= {model: urls} if urls else {}
             self._joining |= joined
             self._make_known()
@@ -186,7 +190,8 @@ class Routers:
         """To whoever ends requests, to the bound on those in flight, and to requests that nobody is there for."""
         for model, hold in self._holds.items():
             hold.resume() if self._engines.get(model) and model not in self._down else hold.pause()
-        self._runtime.set_engines(list(self._engines[self._generating]), self._api_keys[1] if self._api_keys else None)
+        key = self._api_keys[1] if self._api_keys else None
+        self._runtime.set_engines(list(self._engines[self._generating]), key, self._open)
 
     def check(self) -> None:
         """Start those again that have died or hang; EngineError where that fails, or is not to be tried."""

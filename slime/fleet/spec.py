@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from slime.options.serving.external import FLAG
 from slime.options.serving.sglang_config import (
     CONFIG,
     PLACEHOLDER,
@@ -69,11 +71,15 @@ class EngineSpec:
     worker_type: str = REGULAR
     sglang_flags: tuple[str, ...] = ()
     first_slot: int = 0
+    urls: tuple[str, ...] = ()
+    """Of external engines, which run already, and take no slots."""
+    keyed: bool = True
+    """Whether they ask for the run's keys."""
 
     @property
     def slots(self) -> int:
         """Of all its engines together."""
-        return self.count * self.width
+        return 0 if self.urls else self.count * self.width
 
     @property
     def place(self) -> range:
@@ -124,6 +130,11 @@ class Fleet:
     """Slots from the first on that the run takes at least, those that it leaves empty included."""
 
     @property
+    def external(self) -> tuple[EngineSpec, ...]:
+        """The entries of engines that run already."""
+        return tuple(spec for spec in self.engines if spec.urls)
+
+    @property
     def models(self) -> tuple[ModelSpec, ...]:
         """Those that are served."""
         return tuple({spec.model.name: spec.model for spec in self.engines}.values())
@@ -161,18 +172,24 @@ def fleet_of(args: argparse.Namespace) -> Fleet:
         models = [ServedModel(ACTOR, None, True, (group,))]
     entries: list[EngineSpec] = []
     end = trainers - shared
-    for each in models:
-        model = _model_spec(args, each, generates=each is generating(models))
+    specs = [_model_spec(args, each, generates=each is generating(models)) for each in models]
+    for each, model in zip(models, specs, strict=True):
         for group in each.groups:
             if group.worker_type != PLACEHOLDER:
                 entries += _entries(args, model, group, flag, end, shared)
             end += group.num_gpus
     reserved = end
+    entries += external_entries(args, next(spec for spec in specs if spec.generates), args.external_engine_urls)
     if args.rm_num_gpus:
         reward = ModelSpec(REWARD, "for a reward model", args.rm_model_path, trained=False, tolerates_loss=False)
         group = ServerGroup(REGULAR, args.rm_num_gpus, args.rm_num_gpus_per_engine, tuple(args.rm_sglang_cli))
         entries += _entries(args, reward, group, "--rm-num-gpus", max(trainers, end), 0)
     return Fleet(trainers, tuple(entries), reserved)
+
+
+def external_entries(args: argparse.Namespace, model: ModelSpec, urls: Sequence[str]) -> list[EngineSpec]:
+    """An entry for each engine that runs already, as far as addresses tell: how many ranks it has is not known yet."""
+    return [EngineSpec(model, 1, 1, args.num_gpus_per_node, FLAG, urls=(url,)) for url in urls]
 
 
 def _model_spec(args: argparse.Namespace, model: ServedModel, *, generates: bool) -> ModelSpec:

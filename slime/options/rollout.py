@@ -173,6 +173,12 @@ class EngineOptions:
     prefill_num_servers: int | None = option(
         None, "So many engines compute prompts only, and all others go on from there.", at_least=1
     )
+    rollout_external_engine_addrs: list[str] | None = option(
+        None,
+        "HOST:PORT of SGLang servers that run already and serve --hf-checkpoint: they get requests and weights, and "
+        "are neither started nor ended. The run has engines of its own beside them only where --rollout-num-gpus or "
+        "--colocate says so.",
+    )
     sglang_router_ip: str | None = option(
         None, "Host of a router that runs already: engines are registered there, and it is neither started nor ended."
     )
@@ -235,6 +241,7 @@ RULES = (
     Rule("rollout_top_k=0 eval_top_k=0", "must be -1 (all) or at least 1"),
     Rule("rm_num_gpus rm_sglang_args!=None", "needs", "rm_model_path"),
     Rule("sglang_config", "and", "prefill_num_servers", " exclude each other"),
+    Rule("rollout_external_engine_addrs", "and", "sglang_config prefill_num_servers", " exclude each other"),
     Rule("sglang_router_ip", "needs", "sglang_router_port"),
     Rule("sglang_router_port", "needs", "sglang_router_ip"),
 )

@@ -1,4 +1,5 @@
-"""The Ray actors of one engine: each owns the SGLang server tree of one node, and the first tells when any dies."""
+"""The Ray actors of one engine: each owns the SGLang server tree of one node, and the first tells when any dies. An
+external engine's owns none."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from slime.backends.sglang.engine import Engine, EngineError, ExitInfo, OtherNodes
+from slime.backends.sglang.external import ExternalEngine
 from slime.observability import logs
 from slime.observability.trace import span
 from slime.ray.cluster import as_actor, enter_actor, serving_host
@@ -62,12 +64,35 @@ class EnginePlan:
         )
 
 
+@dataclass(frozen=True)
+class ExternalPlan:
+    """One engine that runs already."""
+
+    args: argparse.Namespace = field(repr=False)
+    rank: int
+    url: str
+    api_keys: tuple[str, str] | None = field(repr=False)
+    """Where it asks for keys."""
+    name: str = "engine"
+
+    def enter(self) -> ExternalEngine:
+        """First call in its actor."""
+        name = f"{self.name} {self.rank}"
+        enter_actor(self.args, f"{name.replace(' ', '_')}_actor")
+        logs.hide(self.api_keys or ())
+        return ExternalEngine(self.args, self.url, name, self.api_keys)
+
+
 class EngineActor:
     """One engine; ``start`` returns its address when it answers."""
 
-    def __init__(self, plan: EnginePlan) -> None:
+    def __init__(self, plan: EnginePlan | ExternalPlan) -> None:
         self._args = plan.args
-        self._engine = plan.enter(0, _OtherActors(plan) if len(plan.nodes) > 1 else None)
+        self._engine: Engine | ExternalEngine
+        if isinstance(plan, ExternalPlan):
+            self._engine = plan.enter()
+        else:
+            self._engine = plan.enter(0, _OtherActors(plan) if len(plan.nodes) > 1 else None)
         self._started: Future[None] = Future()
 
     def prepare(self) -> None:

@@ -38,6 +38,8 @@ class EngineSet:
     urls: tuple[str, ...]
     admin_key: str | None
     """What opens their control calls."""
+    open_urls: frozenset[str] = frozenset()
+    """Of those that ask for no key."""
 
 
 @dataclass
@@ -98,11 +100,11 @@ class RolloutRuntime:
                 self._loops[loop] = OfLoop(Gate(self.capacity))
             return self._loops[loop]
 
-    def set_engines(self, urls: Sequence[str], admin_key: str | None) -> None:
+    def set_engines(self, urls: Sequence[str], admin_key: str | None, open_urls: frozenset[str] = frozenset()) -> None:
         """Say which engines there are from now on, none where there is no one to tell of aborts; how many requests may
         be in flight follows from it. Requests under way stay, also at an engine that is left out."""
         with self._lock:
-            self.engines = EngineSet(self.engines.version + 1, tuple(urls), admin_key)
+            self.engines = EngineSet(self.engines.version + 1, tuple(urls), admin_key, open_urls)
             loops = list(self._loops.items())
         allow_open_files(self.capacity)
         for loop, its in loops:
@@ -156,9 +158,10 @@ class RolloutRuntime:
         One that does not answer within 10 s has died or is stuck, which its supervisor says better: nothing waits.
         """
         bodies: list[dict[str, object]] = [{"abort_all": True}] if rids is None else [{"rid": rid} for rid in rids]
-        key = self.engines.admin_key
-        await asyncio.gather(*(self._abort(url, key, bodies) for url in self.engines.urls))
-        return bool(self.engines.urls)
+        engines = self.engines
+        keys = {url: None if url in engines.open_urls else engines.admin_key for url in engines.urls}
+        await asyncio.gather(*(self._abort(url, key, bodies) for url, key in keys.items()))
+        return bool(engines.urls)
 
     async def _abort(self, url: str, key: str | None, bodies: list[dict[str, object]]) -> None:
         headers, places = {"Authorization": f"Bearer {key}"} if key else {}, asyncio.Semaphore(_ABORTS_AT_A_TIME)

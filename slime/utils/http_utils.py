@@ -77,6 +77,17 @@ def host_ip() -> str:
         return str(probe.getsockname()[0])
 
 
+def is_own_address(host: str) -> bool:
+    """Whether a host, a name or an address without brackets, is this machine."""
+    try:
+        addresses = {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+        for address in addresses:
+            _check_address(address)
+    except OSError:
+        return False
+    return True
+
+
 class PortReservation:
     """TCP ports in a row that no one else takes between now and the moment our server listens on them.
 

@@ -21,15 +21,12 @@ def make_publisher(args: Namespace, rank: int) -> WeightPublisher:
     from slime.weights.disk import DiskPublisher
     from slime.weights.distributed import DistributedPublisher
     from slime.weights.mixed import MixedPublisher
-    from slime.weights.tensor import TensorPublisher
 
     publishers: dict[str, type[WeightPublisher]] = {
-        "tensor": TensorPublisher,
+        "tensor": MixedPublisher,  # an engine elsewhere may join whenever it likes
         "distributed": DistributedPublisher,
         "disk": DiskPublisher,
     }
     if args.lora_sync == "adapter":
         return AdapterPublisher(args, rank)
-    if args.update_weight_transport == "tensor" and args.engines_apart:
-        return MixedPublisher(args, rank)
     return publishers[args.update_weight_transport](args, rank)

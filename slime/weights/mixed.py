@@ -47,6 +47,8 @@ class MixedPublisher(TensorPublisher):
         others._deadline = self._deadline
         if others.engines:
             others._prepare(version)
+        elif others._group is not None:  # all of them have left
+            others._abandon()
 
     def _deliver(self, bucket: NamedTensors, staged: list[str]) -> Wait:
         waits = []

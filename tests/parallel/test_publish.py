@@ -122,7 +122,6 @@ def run_rank(
     dist.init_process_group("gloo")
     args = argparse.Namespace(
         update_weight_transport="tensor",
-        engines_apart=False,
         lora_sync="merged",
         weight_update_timeout=200.0,
         drafts_apart=False,
@@ -229,7 +228,7 @@ def test_a_refusal_reaches_every_rank_and_engines_stay_paused_until_a_push_succe
     """Of ranks 0 and 1 beside an engine, 2 beside the one that refuses, and 3 beside none."""
     outcomes = publish(engines, [2, 1], [(21, [0, 1]), (22, [0, 1])], tmp_path, ranks=4)
     for error, figures in outcomes:
-        assert error.startswith("weight update to version 1 (TensorPublisher): push: engine " + engines[1].url)
+        assert error.startswith("weight update to version 1 (MixedPublisher): push: engine " + engines[1].url)
         assert "no room" in error
         assert figures["bytes"] > 0
     assert [engine.payload_counts for engine in engines] == [{2}, {1}]

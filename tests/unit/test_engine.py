@@ -15,7 +15,7 @@ import pytest
 
 from slime.backends.sglang import engine as engine_module
 from slime.backends.sglang.engine import Engine, EngineError, ExitInfo
-from slime.fleet import engines, placement
+from slime.fleet import actors, engines, placement
 from slime.fleet.placement import Placement, Slot
 from slime.fleet.spec import Fleet
 from slime.ray.engine_actor import EnginePlan
@@ -169,7 +169,7 @@ def test_an_engine_has_an_actor_on_the_first_slot_of_each_of_its_nodes(
 ) -> None:
     plans: list[EnginePlan] = []
     created = Namespace(options=lambda **options: Namespace(remote=plans.append))
-    monkeypatch.setattr(engines, "as_actor", lambda cls, **threads: created)
+    monkeypatch.setattr(actors, "as_actor", lambda cls, **threads: created)
     monkeypatch.setattr(Placement, "options", lambda self, slot, trains: {"bundle": slot.bundle})
     slots = [Slot(9 - i, f"10.0.0.{i // 2}", str(i % 2)) for i in range(4)]
     spec, args = entry(count=4 // width, width=width, per_node=2), Namespace(offload_rollout=None)

@@ -14,7 +14,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from slime.backends.sglang.client import EngineError
 from slime.driver import rollout_manager
-from slime.fleet import engines as fleet_engines
+from slime.fleet import actors as fleet_actors
 from slime.fleet import placement
 from slime.fleet import routers as fleet_routers
 from slime.fleet.engines import Engines
@@ -138,7 +138,7 @@ class Cluster:
         slots = [[Slot(10 * i + rank, "here", None) for rank in range(n)] for i, n in enumerate(entries.values())]
         self.placement = Placement([*slots[0], *slots[1]], [], slots)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fleet_engines, "as_actor", lambda cls, **threads: ActorClass(self.create))
+            patch.setattr(fleet_actors, "as_actor", lambda cls, **threads: ActorClass(self.create))
             self.engines.create(Fleet(1, tuple(entries)), self.placement)
         self.engines.started(self.supervisor.wait(self.engines.begin("start"), "start", _LIMIT))
         if serving:
@@ -160,7 +160,7 @@ class Cluster:
             return actor
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fleet_engines, "as_actor", lambda cls, **threads: ActorClass(create))
+            patch.setattr(fleet_actors, "as_actor", lambda cls, **threads: ActorClass(create))
             return self.engines.add(model)
 
     def serving(self) -> list[list[str]]:

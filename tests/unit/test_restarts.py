@@ -12,7 +12,7 @@ import pytest
 
 from slime.backends.sglang.client import EngineError
 from slime.driver.pushes import Pushes
-from slime.fleet import engines as fleet_engines
+from slime.fleet import actors as fleet_actors
 from slime.fleet import restarts
 from slime.fleet.engines import NoEngineError
 from slime.fleet.restarts import Budget, pause_before
@@ -53,7 +53,7 @@ class Fleet(Cluster):
         super().__init__(restarts=restarts, **options)
         self.starts: list[Any] = []
         self.pushed: list[tuple[int, list[str]]] = []
-        monkeypatch.setattr(fleet_engines, "as_actor", lambda cls, **threads: ActorClass(self.again))
+        monkeypatch.setattr(fleet_actors, "as_actor", lambda cls, **threads: ActorClass(self.again))
 
     def again(self, plan: Any) -> Actor:
         actor = self.create(plan)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import threading
 from argparse import Namespace
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,50 +17,10 @@ from slime.fleet.routers import Routers
 from slime.fleet.spec import ModelSpec
 from slime.rollout.runtime import RolloutRuntime
 from slime.utils.http_client import Http
+from tests.fake_servers import Servers
 
 NUM_GPUS = 0
 KEYS = ("generate-key", "admin-key")
-
-
-class Servers:
-    """A router and engines at one address: what was posted, and what is answered by path."""
-
-    def __init__(self) -> None:
-        self.posted: list[tuple[str, Any]] = []
-        self.asked: list[tuple[str, str | None]] = []
-        self.answers: dict[str, tuple[int, Any]] = {"/workers": (200, {"workers": []})}
-        servers = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                servers.asked.append((self.path, self.headers["Authorization"]))
-                self._answer(*servers.answers.get(self.path, (404, {})))
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                servers.posted.append((self.path, body))
-                self._answer(202, {})
-
-            def do_DELETE(self) -> None:
-                servers.posted.append((f"DELETE {self.path}", None))
-                self._answer(202, {})
-
-            def _answer(self, status: int, reply: Any) -> None:
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(json.dumps(reply).encode())
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self.address = "127.0.0.1", self._server.server_port
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ class Group:
 
 def publisher() -> MixedPublisher:
     args = Namespace(weight_update_timeout=60.0, drafts_apart=False, check_weight_update_equal=False)
-    vars(args).update(asynchronous=False, update_weight_transport="tensor", lora_sync="merged", engines_apart=True)
+    vars(args).update(asynchronous=False, update_weight_transport="tensor", lora_sync="merged")
     made = make_publisher(args, 0)
     assert isinstance(made, MixedPublisher)
     return made

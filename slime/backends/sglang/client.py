@@ -121,7 +121,12 @@ class EngineControl:
 
     def weight_version(self) -> str:
         """The version of the weights that the engine says it has."""
-        return str(self._get("/model_info", key=self._generate_key)["weight_version"])
+        return str(self.model_info()["weight_version"])
+
+    def model_info(self) -> dict[str, Any]:
+        """What the engine says of its model: ``architectures``, ``model_type``, ``weight_version``, ..."""
+        told: dict[str, Any] = self._get("/model_info", key=self._generate_key)
+        return told
 
     def set_weight_version(self, version: str) -> None:
         """Give the present weights a version; running requests are left alone."""

@@ -40,6 +40,8 @@ class Router(Server):
 
     is_own = True
     """Whether the run started it, and may start it again."""
+    open_engines: frozenset[str]
+    """URLs of engines that ask for no key; whoever adds them says so before."""
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class Router(Server):
         super().__init__(name, args, host, log_path)
         self._api_keys = api_keys
         self._engine_key = api_keys[0] if api_keys else None
+        self.open_engines: frozenset[str] = frozenset()
         self._prefills_apart = getattr(args, "prefills_apart", False)
         self._port, self._metrics_port = self._reserve(), self._reserve()
         self.url = http_url(host, self._port)
@@ -115,13 +118,17 @@ class Router(Server):
 
     def add(self, url: str) -> None:
         """Register the engine at ``url``; the router takes it into use once it has answered (`wait_registered`)."""
-        key: dict[str, Any] = {"api_key": self._engine_key} if self._engine_key else {}
+        engine_key = self._key_of(url)
+        key: dict[str, Any] = {"api_key": engine_key} if engine_key else {}
         self._call("POST", _WORKERS, {"url": url} | key | (self._part_of(url) if self._prefills_apart else {}))
+
+    def _key_of(self, url: str) -> str | None:
+        return None if url in self.open_engines else self._engine_key
 
     def _part_of(self, url: str) -> dict[str, Any]:
         """Whether an engine computes prompts or goes on from there, in the words of `add`: as it says itself."""
         who = f"engine {url}"
-        reply = ask_server(who, url, "GET", "/server_info", key=self._engine_key, timeout=_CALL_TIMEOUT_S)
+        reply = ask_server(who, url, "GET", "/server_info", key=self._key_of(url), timeout=_CALL_TIMEOUT_S)
         if not reply.ok:
             raise EngineError(f"{who}: GET /server_info: status {reply.status_code}")
         told = reply.json()
@@ -209,6 +216,7 @@ class RunningRouter(Router):
         Server.__init__(self, "router", args, host, "")
         self._engine_key = api_keys[0] if api_keys else None
         self._keys, self._api_keys = keys, None
+        self.open_engines = frozenset()
         self._prefills_apart = getattr(args, "prefills_apart", False)
         self.url = http_url(host, port)
         self._metrics_url = ""

@@ -21,6 +21,7 @@ from slime.options.eval_datasets import RULES as EVAL_RULES
 from slime.options.flags.schema import flag_named
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT, generates_itself
 from slime.options.rules import Rule, check
+from slime.options.serving.external import settle_external_engines
 from slime.options.serving.reward_model import derive_reward_model
 from slime.options.serving.sglang_config import generating, settle_models
 
@@ -104,7 +105,8 @@ def _missing(args: Namespace) -> Iterator[str]:
     if args.hf_checkpoint is None:
         yield "--hf-checkpoint is missing"
     no_slots = args.rollout_num_gpus == 0 or (args.rollout_num_gpus is None and args.placement == "disaggregate")
-    if no_slots and args.sglang_config is None and args.placement in ("disaggregate", "rollout_only"):
+    elsewhere = args.sglang_config is not None or args.rollout_external_engine_addrs
+    if no_slots and not elsewhere and args.placement in ("disaggregate", "rollout_only"):
         shares = args.placement == "disaggregate" and not args.asynchronous
         yield "--rollout-num-gpus is missing: give engines slots of their own" + (
             ", or share them by --colocate" if shares else ""
@@ -140,14 +142,15 @@ def _placement(args: Namespace, warnings: list[str]) -> None:
             )
         args.rollout_num_gpus = args.actor_num_gpus
     elif args.rollout_num_gpus is None:
-        args.rollout_num_gpus = args.actor_num_gpus
+        args.rollout_num_gpus = 0 if args.rollout_external_engine_addrs else args.actor_num_gpus
+    settle_external_engines(args)
     settle_models(args)
     if args.sglang_config is None:
         _check_engines(args)
     if args.sglang_models:
         args.num_engines = sum(group.num_engines for group in generating(args.sglang_models).groups)
     else:
-        args.num_engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine
+        args.num_engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine + len(args.external_engine_urls)
     if 0 < args.num_engines < args.min_engines:
         raise OptionError(
             f"--min-engines {args.min_engines} is more than the engines that the run has: {args.num_engines}"

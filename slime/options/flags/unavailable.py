@@ -61,7 +61,7 @@ NOT_YET: dict[str, str] = {
     _NOTHING: """
         --freeze-params-name-list --load-forge-rollout-data --megatron-config-path --multimodal-keys
         --only-train-params-name-list --opd-kl-coef --opd-teacher-ckpt-step --opd-teacher-load --opd-type
-        --ref-update-interval --release-train --reset-optimizer-states --rollout-external-engine-addrs
+        --ref-update-interval --release-train --reset-optimizer-states
         --rollout-task-type --update-weight-delta-checksum --update-weight-delta-encoding --use-opd
         --use-stateless-adam""",
     "drop it: routing is computed anew by the trainer": "--use-rollout-routing-replay --use-routing-replay",

@@ -220,9 +220,9 @@ def _unknown(key: Any, known: Iterable[str]) -> str:
 
 def settle_models(args: Namespace) -> None:
     """Make ``sglang_models`` and ``rollout_num_gpus`` fit each other: the one follows from the other where that is not
-    given. Sets ``engines_apart``: whether weights are pushed to engines on the trainers' slots and to others.
+    given. Sets ``engines_apart``: whether some engines have devices of their own beside ones on the trainers' slots.
     OptionError where models, or engines and trainers, do not fit."""
-    args.engines_apart = False
+    args.engines_apart = args.placement == "colocate" and bool(args.external_engine_urls)
     if args.placement == "train_only":
         args.sglang_models = []
     elif args.prefill_num_servers is not None:

@@ -1,0 +1,72 @@
+"""Servers that somebody else has started: a run checks them, brings them its weights, sends them requests, and goes on
+without one that is lost; others join and leave in mid-run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slime.backends.sglang.engine import Engine
+from slime.backends.sglang.external import KEY_VARIABLES
+from tests.integration.harness import TrainProcess, read_metrics, series
+from tests.integration.test_membership import versions_of
+from tests.integration.test_train import RUN_S, flags, make_workspace
+from tests.integration.tiny import KEYS, engine_args
+
+NUM_GPUS = 0
+pytestmark = [pytest.mark.integration, pytest.mark.full]
+
+_FLAGS = ["--max-total-tokens", "8192", "--enable-deterministic-inference"]
+_DISTRIBUTED = "/update_weights_from_distributed"
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_workspace(tmp_path_factory.mktemp("external"))
+
+
+@pytest.fixture(scope="module")
+def server(workspace: Path) -> Iterator[Engine]:
+    """One that asks for keys, and has been told nothing of any run."""
+    args = engine_args(workspace / "model", workspace, sglang_cli=_FLAGS)
+    engine = Engine(args, 0, "127.0.0.1", KEYS, workspace / "server.log", None, name="server")
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+def calls(server: Engine) -> str:
+    return Path(server._log_path).read_text()
+
+
+def test_a_run_without_engines_of_its_own_trains_by_a_server_that_runs_already(
+    workspace: Path, server: Engine, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    line = flags(
+        workspace,
+        run_dir,
+        colocate=None,
+        num_rollout=2,
+        lr="1e-2",
+        rollout_external_engine_addrs=[server.url.removeprefix("http://")],
+        save_debug_rollout_data=str(run_dir / "samples_{rollout_id}.pt"),
+        check_weight_update_equal=True,
+    )
+    keys = dict(zip(KEY_VARIABLES, KEYS, strict=True))
+    with TrainProcess(line, tmp_path / "log", env=keys) as process:
+        assert process.wait(RUN_S) == 0, process.tail()
+        process.assert_no_process_left(ignore=[str(workspace / "model")])
+    assert server.poll() is None
+    assert server.control(30.0).weight_version() == "2"
+    assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
+    assert [versions_of(run_dir, rollout_id) for rollout_id in range(2)] == [{"0"}, {"1"}]
+    assert calls(server).count('"POST /generate HTTP/1.1" 200') == 32
+    assert series(run_dir, "rollout/engines_alive") == [1, 1]
+    for path in (tmp_path / "log", *run_dir.rglob("*")):
+        if path.is_file():
+            text = path.read_text(errors="replace")
+            assert not [key for key in KEYS if key in text], path
+    assert read_metrics(run_dir)
