@@ -18,7 +18,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from slime.driver.control import Control
 from slime.driver.data_side import DataSide
+from slime.driver.engine_requests import EngineRequests
+from slime.driver.meanwhile import Meanwhile
 from slime.driver.memory_scheduler import MemoryScheduler
 from slime.driver.preflight.places import place_warnings, room_warnings
 from slime.driver.probe import Probe
@@ -40,7 +43,7 @@ from slime.observability.progress import done_line, program, say, step_line, war
 from slime.observability.trace import span
 from slime.options.checks.checkpoint_rules import starting_point
 from slime.ray import janitor
-from slime.ray.cluster import connect, leaving_after, running_address
+from slime.ray.cluster import connect, leaving_after, running_address, serving_host
 from slime.ray.supervision import MARGIN_S, Deadline, LostError, RayDownError, Supervisor, limit_of
 
 _STOP_S = 20.0
@@ -79,6 +82,8 @@ class Run:
         """Versions that this driver has had scored."""
         self._saver = Saver(args, self._trainers)
         self._pushes: Pushes | None = None
+        self._meanwhile: Meanwhile | None = None
+        self._control: Control | None = None
         self._step: dict[str, float] = {}
         self._step_started = time.monotonic()
 
@@ -150,13 +155,17 @@ class Run:
         make = functools.partial(self._data.ask, "make the probe", limit, "probe_tokens")
         probe = Probe(args, self._supervisor, self._trainers, make)
         self._pushes = Pushes(self._trainers, self.engines, self._memory, limit, probe)
-        self._data.catches_up(self._pushes.may_catch_up, self._catch_up)
+        requests = EngineRequests(self.engines)
+        self._meanwhile = Meanwhile(self._pushes, requests, self._data, self._supervisor)
+        self._data.catches_up(self._meanwhile.is_due, self._meanwhile.do)
         self._snapshots = snapshot_directory(args, placement, ray.util.get_node_ip_address())
         opened = self._data.open_routers()
         with span("driver/start"):
             self.engines.create(fleet, placement, keys)
             self._start_together(placement, shared)
         self._data.serve(opened)
+        if fleet.engines:
+            self._control = Control(args.run_dir, serving_host(keys), requests, self._view)
         parts = (self._trainers, placement, self._data, self._memory, self._pushes, self._saver, self._restarts)
         self._recovery = Recovery(self.args, self, self._supervisor, *parts)
         going_on = f", going on after rollout {self.args.start_rollout_id}" if self.args.start_rollout_id else ""
@@ -202,6 +211,8 @@ class Run:
     def _stop(self) -> None:
         """Orderly where it works, by force where it does not; supervisors and the janitor see to the rest."""
         try:
+            if self._control is not None:
+                self._control.close()
             if not self._ray_is_down:
                 self._stop_actors()
             if self._metrics is not None:
@@ -283,6 +294,8 @@ class Run:
     def take_rollout(self, rollout_id: int) -> list[ray.ObjectRef]:
         """A rollout that was begun, for training: what `generate` gives. A step begins here."""
         self._step, self._step_started = {}, time.monotonic()
+        if self._meanwhile is not None and self._meanwhile.is_due():
+            self._meanwhile.do()
         limit = limit_of(self.args, "rollout_timeout", MARGIN_S)
         if self.args.asynchronous:  # an evaluation comes before it, and stale groups are generated again after it
             limit = Deadline(3 * self.args.rollout_timeout + MARGIN_S, limit.flag)
@@ -398,23 +411,13 @@ class Run:
 
     # ---- helpers
 
+    def _view(self) -> dict[str, Any]:
+        """What `tools/engines.py` shows."""
+        return {"engines": self.engines.describe(), "version": self._supervisor.version}
+
     def _warn(self, warnings: Iterable[str | None]) -> None:
         for warning in filter(None, warnings):
             warn(warning)
-
-    def _catch_up(self) -> None:
-        """Give weights to engines that came back, while trainers are idle and wait for others' work."""
-        assert self._pushes is not None
-        pushes = self._pushes
-        is_newer = pushes.is_ahead
-        if is_newer:
-            self.pause_generation()
-        with span("driver/push_weights", version=pushes.trained):
-            version = pushes.catch_up()
-        if is_newer:
-            say(f"no engine served: those that came back have the weights of version {version} before their time")
-            self.resume_generation(version)
-        self._supervisor.version = str(version)
 
     def _log(self, metrics: dict[str, float], step_key: str, step: int) -> None:
         assert self._metrics is not None

@@ -4,21 +4,23 @@ joins, one leaves."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import ray
 
-from slime.fleet.actors import ActorMaker
-from slime.fleet.external import Keys
+from slime.backends.sglang.client import EngineError
+from slime.fleet.external import described, given_keys, is_elsewhere
 from slime.fleet.losses import Losses
-from slime.fleet.membership import Member, Membership
-from slime.fleet.placement import Placement, Slot
+from slime.fleet.membership import Member
+from slime.fleet.placement import Slot
 from slime.fleet.restarts import Comeback, Restarts
-from slime.fleet.spec import EngineSpec, Fleet
+from slime.fleet.roster import Roster
+from slime.fleet.spec import EngineSpec, external_entries
 from slime.observability.progress import say, warn
 from slime.ray.supervision import MARGIN_S, Deadline, RayDownError, RunError, Supervisor, limit_of
 from slime.weights import EngineAddress
@@ -28,12 +30,25 @@ class NoEngineError(RunError):
     """No engine is there for now: all are on their way back."""
 
 
+class RefusedError(RunError):
+    """An engine was not added, or not removed, and the run goes on as before."""
+
+
 _LEAVE_S = 60.0
 START_ROUTER = "start router"
 Publish = Callable[[list[EngineAddress]], dict[str, float]]
 
 
-class Engines:
+@contextlib.contextmanager
+def _refusing(phase: str = "") -> Iterator[None]:
+    """Within, what fails is only about the engine that is to be added."""
+    try:
+        yield
+    except (RunError, EngineError) as error:
+        raise RefusedError(f"{phase}: {error}" if phase else str(error)) from error
+
+
+class Engines(Roster):
     """The engines of a run. Until `serve` the death of any of them ends the run. From then on one that dies is started
     again on its slots, and the run ends when too few are left for good: less than ``--min-engines`` of the trained
     model, none of another, or any where its model wants all. One that hangs is ended, and is then dead.
@@ -42,15 +57,9 @@ class Engines:
     """
 
     def __init__(self, args: argparse.Namespace, supervisor: Supervisor) -> None:
-        self._args, self._supervisor = args, supervisor
-        self.membership = Membership()
-        self._placement = Placement([], [], [])
-        self._actors = ActorMaker(args, self._placement, None)
+        super().__init__(args, supervisor)
         self._manager: Any = None
-        self._members: dict[str, Member] = {}
-        """All that there were, by name."""
         self._losses = Losses(supervisor)
-        self._trains = False
         self._restarts: Restarts | None = None
         """From `serve` on; None where none is started again."""
         self._given: tuple[list[Member], str] = ([], "")
@@ -60,30 +69,6 @@ class Engines:
         """Since they were asked for: starts of lost engines, and seconds until one served again."""
 
     # ---- their lives
-
-    def create(self, fleet: Fleet, placement: Placement, keys: Keys = None) -> None:
-        """Make the actors of all the fleet's engines, each on the first of its slots."""
-        self._placement, self._trains = placement, fleet.trainers > 0
-        self._actors = ActorMaker(self._args, placement, keys)
-        for spec, slots in zip(fleet.engines, placement.engines, strict=True):
-            for number in range(spec.count):
-                first = number * spec.width
-                self._make(spec, slots[first : first + spec.width], serves=True)
-
-    def _make(self, spec: EngineSpec, slots: list[Slot], *, serves: bool) -> Member:
-        rank = sum(other.spec.model == spec.model for other in self._members.values())
-        name, actor = self._actors.make(spec, slots, rank)
-        member = self._members[name] = Member(name, spec, "", actor, tuple(slots), serves, rank)
-        self.membership = self.membership.having(member)
-        self._supervisor.watch(name, actor, functools.partial(self._go_on_without, name))
-        return member
-
-    def started(self, urls: list[str]) -> None:
-        """Note the addresses at which all answer, in the order of `begin`; RunError if several have the same."""
-        if len(set(urls)) < len(urls):
-            raise RunError(f"start engines: several have the same address: {', '.join(sorted(urls))}")
-        members = zip(self.membership.engines, urls, strict=True)
-        self.membership = self.membership.having(*(replace(member, url=url) for member, url in members))
 
     def serve(self, manager: Any, opened: ray.ObjectRef | None) -> None:
         """Have the rollout manager send them requests, when ``opened``, its call that opens the routers, has returned.
@@ -96,44 +81,80 @@ class Engines:
             self._restarts = Restarts(self, self._args.engine_restart_limit, start)
             self._supervisor.attend(self._restarts.tick)
 
-    def add(self, model: str) -> str:
-        """Start one more engine like the first of ``model``; its name. One of the trained model gets no request before
-        `push` has brought it the weights. RunError where there is no such model, its engines are beside trainers, no
-        slot is free, or it does not start; the engines are then those of before."""
-        ours = [member.spec for member in reversed(self._members.values()) if not member.spec.urls]
-        specs = {spec.model.name: spec for spec in ours}
-        if model not in specs:
-            raise RunError(f"add an engine: no model {model!r} is served, there are: {', '.join(specs) or 'none'}")
-        if (spec := specs[model]).beside_trainers:
-            raise RunError(f"add an engine: those of {model!r} are on the trainers' slots, and no other can join them")
-        member = self._make(spec, self._placement.take(spec, self._args.placement_timeout), serves=False)
+    def add(self, model: str | None = None, url: str | None = None, slots_within: float | None = None) -> str:
+        """Start one more engine like the first of ``model``, by default of the one that samples are generated by, or
+        take in the external one at ``url``; its name. One of the trained model gets no request before `push`, or
+        `catch_up`, has brought it the weights. RefusedError, and the engines are those of before, where it does not fit
+        the others, no slot is free within ``slots_within`` seconds (``--placement-timeout``), or it does not start."""
+        spec = self._like(model) if url is None else self._external(url)
+        slots: list[Slot] = []
+        if url is None:
+            with _refusing():
+                slots = self._placement.take(spec, slots_within or self._args.placement_timeout)
+        member = self._make(spec, slots, serves=False)
         phase, limit = f"start {member.name}", limit_of(self._args, "engine_start_timeout", MARGIN_S)
         try:
             urls = self._supervisor.wait({member.name: member.actor.start.remote()}, phase, limit)
-        except RunError:
+        except RunError as error:
             self._supervisor.forget(member.name)
             self._leave_out(member)
-            raise
+            is_its_own = member.name in str(error).partition("\n")[0].removeprefix(phase)
+            raise RefusedError(str(error)) if is_its_own and not isinstance(error, RayDownError) else error from error
         if not urls:  # its death was noticed
-            raise RunError(f"{phase}: {self._losses.forget(member.name)}")
+            raise RefusedError(f"{phase}: {self._losses.forget(member.name)}")
         waits = spec.model.trained and self._trains
         self.membership = self.membership.having(replace(member, url=urls[0], serves=not waits))
         self._tell(self._manager, phase)
         return member.name
 
+    def _like(self, model: str | None) -> EngineSpec:
+        ours = [member.spec for member in reversed(self._members.values()) if not member.spec.urls]
+        specs = {spec.model.name: spec for spec in ours}
+        model = model or next((name for name, spec in specs.items() if spec.model.generates), None)
+        if model not in specs:
+            known = ", ".join(specs) or "none"
+            raise RefusedError(f"add an engine: no model {model!r} is served, there are: {known}")
+        if specs[model].beside_trainers:
+            raise RefusedError(
+                f"add an engine: those of {model!r} are on the trainers' slots, and no other can join them: name the "
+                "address of one that runs already"
+            )
+        return specs[model]
+
+    def _external(self, url: str) -> EngineSpec:
+        """What the server there says that it is."""
+        phase, there = f"add {url}", {member.url for member in self.membership.engines}
+        if url in there:
+            raise RefusedError(f"{phase}: it is one of the run's engines already")
+        likes = [member.spec for member in self._members.values() if member.spec.model.generates]
+        with _refusing(phase):
+            (entry,) = external_entries(self._args, likes[0].model, [url])
+            spec = described(entry, given_keys(self._args))
+        if not any(spec.is_like(other) for other in likes):
+            kinds = " and ".join(sorted({other.worker_type for other in likes}))
+            raise RefusedError(f"{phase}: its worker type is {spec.worker_type}, and the run has {kinds} engines")
+        collective = self._trains and self._args.update_weight_transport != "disk" and self._args.lora_sync == "merged"
+        if collective and is_elsewhere(spec) and self._placement.meets_on_loopback:
+            raise RefusedError(
+                f"{phase}: it is on another host, and the trainers, all on one, push on loopback: name such an engine "
+                "by --rollout-external-engine-addrs when the run starts, or use --update-weight-transport disk"
+            )
+        return spec
+
     def remove(self, name: str) -> None:
-        """End an engine, whose requests go on at others; RunError if there is none, or no other serves its model."""
+        """End an engine, or leave an external one to itself; its requests go on at others. RefusedError if there is
+        none, or no other serves its model."""
         named = {member.name: member for member in self.membership.engines}
         if name not in named:
             if self._restarts is not None and (comeback := self._restarts.drop(name)) is not None:
                 self._losses.forget(name)
                 self._placement.give_back(list(comeback.member.slots))
                 return
-            raise RunError(f"remove {name}: there is no such engine, there are: {', '.join(named)}")
+            raise RefusedError(f"remove {name}: there is no such engine, there are: {', '.join(named)}")
         member = named[name]
         others = [m for m in self.membership.engines if m.serves and m.spec.is_like(member.spec) and m is not member]
         if not others:
-            raise RunError(f"remove {name}: no other engine serves the model {member.spec.model.name!r}")
+            raise RefusedError(f"remove {name}: no other engine serves the model {member.spec.model.name!r}")
         self.membership = self.membership.without(name)
         self._supervisor.forget(member.called)  # first: it may die meanwhile
         if self._restarts is not None:
@@ -142,30 +163,23 @@ class Engines:
         ray.wait([member.actor.leave.remote()], timeout=_LEAVE_S)
         self._free(member)
 
-    def _leave_out(self, member: Member) -> None:
-        if member.name in (other.name for other in self.membership.engines):
-            self.membership = self.membership.without(member.name)
-            self._free(member)
-
-    def _free(self, member: Member) -> None:
-        # It owns the server's supervisor, which ends what is left of the tree when its owner goes, and the actors of
-        # the engine's other nodes, which Ray ends likewise.
-        ray.kill(member.actor)
-        self._placement.give_back(list(member.slots))
+    def describe(self) -> list[dict[str, str]]:
+        """Of each the ``name``, ``url``, ``model``, ``kind`` and ``state``: serves, waits for weights, starts again.
+        May be called from any thread."""
+        there = {member.name: "serves" if member.serves else "waits for weights" for member in self.membership.engines}
+        members = list(self.membership.engines)
+        for comeback in self._restarts or ():
+            if comeback.member.name not in there:
+                there[comeback.member.name] = "starts again"
+                members.append(comeback.member)
+        return [
+            {"name": member.name, "url": member.url, "model": member.spec.model.name}
+            | {"kind": member.spec.worker_type + (", external" if member.spec.urls else "")}
+            | {"state": there[member.name]}
+            for member in members
+        ]
 
     # ---- calling them
-
-    def begin(self, method: str, *values: Any, sleepers: bool = False) -> dict[str, ray.ObjectRef]:
-        """Call a method of all that live, or only of those that sleep while trainers train, by name."""
-        return {
-            member.called: getattr(member.actor, method).remote(*values)
-            for member in self.membership.engines
-            if member.spec.beside_trainers or not sleepers
-        }
-
-    def call(self, phase: str, method: str, limit: Deadline, *values: Any) -> list[Any]:
-        """The answers of all sleepers that live when the call is over."""
-        return self._supervisor.wait(self.begin(method, *values, sleepers=True), phase, limit)
 
     def end(self) -> list[ray.ObjectRef]:
         """Have all end, also those that start again; answers to wait for, not for long."""
@@ -281,12 +295,6 @@ class Engines:
         for member in joined:
             if member in self.membership.engines:  # else it died meanwhile
                 self._is_back(member, phase)
-
-    def _address(self, member: Member) -> EngineAddress:
-        generate_key, admin_key = self._actors.keys_of(member.spec) or (None, None)
-        first = self._placement.number(member.slots[0]) if member.slots else len(self._placement.slots)
-        apart = not member.spec.beside_trainers
-        return EngineAddress(member.url, member.spec.width, generate_key, admin_key, first, apart, member.life)
 
     def _examine(self, because: str) -> None:
         """Find out whether one hangs, which is then dead: who waits for its answer knows only that there is none."""

@@ -12,6 +12,7 @@ from slime.backends.sglang.client import EngineError
 from slime.backends.sglang.external import KEY_VARIABLES, ExternalEngineInfo, discover_external_engines
 from slime.fleet.spec import EngineSpec, Fleet, ModelSpec
 from slime.observability.progress import say
+from slime.options.serving.external import FLAG
 from slime.options.serving.sglang_config import PREFILL, REGULAR
 from slime.ray.supervision import InputError
 from slime.utils.http_utils import is_own_address
@@ -46,7 +47,7 @@ def with_external_engines(fleet: Fleet, keys: Keys) -> Fleet:
     try:
         infos = discover_external_engines([url for spec in fleet.external for url in spec.urls], keys)
     except EngineError as error:
-        raise InputError(str(error)) from None
+        raise InputError(f"{FLAG}: {error}") from None
     for info in infos:
         release = info.server_info.get("version", "of an unknown release")
         say(f"external engine at {info.url}: SGLang {release}, {info.worker_type}, ranks: {info.num_gpus}")
@@ -77,9 +78,11 @@ def _check_types(entries: Sequence[EngineSpec]) -> None:
         types = {spec.worker_type for spec in entries if spec.model.name == model}
         if len(types) > 1 and REGULAR in types:
             named = ", ".join(f"{spec.worker_type} {' '.join(spec.urls) or 'of the run'}" for spec in entries)
-            raise InputError(f"regular engines cannot serve a model beside prefill and decode: there are {named}")
+            raise InputError(
+                f"{FLAG}: regular engines cannot serve a model beside prefill and decode: there are {named}"
+            )
         if len(types) == 1 and REGULAR not in types:
-            raise InputError(f"all engines of the model {model} {types.pop()}: prefill and decode go together")
+            raise InputError(f"{FLAG}: all engines of the model {model} {types.pop()}: prefill and decode go together")
 
 
 def is_elsewhere(spec: EngineSpec) -> bool:

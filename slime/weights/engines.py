@@ -28,6 +28,8 @@ class EngineAddress:
     """Whether its devices are its own, in a run of which other engines may share those of the trainers."""
     life: int = 0
     """How often it was started again."""
+    name: str = ""
+    """In the run. An external engine that has left and joined again has another."""
 
     @property
     def slots(self) -> range:

@@ -3,6 +3,10 @@ without one that is lost; others join and leave in mid-run."""
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +14,7 @@ import pytest
 
 from slime.backends.sglang.engine import Engine
 from slime.backends.sglang.external import KEY_VARIABLES
-from tests.integration.harness import TrainProcess, read_metrics, series
+from tests.integration.harness import ROOT, TrainProcess, series
 from tests.integration.test_membership import versions_of
 from tests.integration.test_train import RUN_S, flags, make_workspace
 from tests.integration.tiny import KEYS, engine_args
@@ -19,7 +23,7 @@ NUM_GPUS = 0
 pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 _FLAGS = ["--max-total-tokens", "8192", "--enable-deterministic-inference"]
-_DISTRIBUTED = "/update_weights_from_distributed"
+_DISTRIBUTED, _GENERATED = "/update_weights_from_distributed", '"POST /generate HTTP/1.1" 200'
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +67,61 @@ def test_a_run_without_engines_of_its_own_trains_by_a_server_that_runs_already(
     assert server.control(30.0).weight_version() == "2"
     assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
     assert [versions_of(run_dir, rollout_id) for rollout_id in range(2)] == [{"0"}, {"1"}]
-    assert calls(server).count('"POST /generate HTTP/1.1" 200') == 32
+    assert calls(server).count(_GENERATED) == 32
     assert series(run_dir, "rollout/engines_alive") == [1, 1]
     for path in (tmp_path / "log", *run_dir.rglob("*")):
         if path.is_file():
             text = path.read_text(errors="replace")
             assert not [key for key in KEYS if key in text], path
-    assert read_metrics(run_dir)
+
+
+def await_requests(process: TrainProcess, server: Engine) -> None:
+    """Until it has answered some more."""
+    before = calls(server).count(_GENERATED)
+    process.wait_until(lambda: calls(server).count(_GENERATED) > before + 8, RUN_S, "requests")
+
+
+def change(run_dir: Path, *words: str) -> str:
+    """What `tools/engines.py` prints."""
+    command = [sys.executable, str(ROOT / "tools/engines.py"), str(run_dir), *words, "--timeout", "200"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_one_joins_a_colocated_run_leaves_joins_again_and_is_lost(
+    workspace: Path, server: Engine, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    samples = str(run_dir / "samples_{rollout_id}.pt")
+    line = flags(workspace, run_dir, num_rollout=500, router_policy="round_robin", save_debug_rollout_data=samples)
+    before = calls(server).count(_GENERATED)
+    keys = dict(zip(KEY_VARIABLES, KEYS, strict=True))
+    with TrainProcess(line, tmp_path / "log", env=keys) as process:
+        process.wait_until(lambda: len(series(run_dir, "train/loss")) > 0, RUN_S, "a step")
+        wrong = [sys.executable, str(ROOT / "tools/engines.py"), str(run_dir), "add", "127.0.0.1:9"]
+        refused = subprocess.run(wrong, capture_output=True, text=True, timeout=RUN_S)
+        assert (refused.returncode, "Connection refused" in refused.stderr) == (1, True), refused.stderr
+        for name in ("engine 1", "engine 2"):
+            assert f"{name} serves" in change(run_dir, "add", server.url)
+            assert f"{name}  {server.url}" in change(run_dir, "list")
+            await_requests(process, server)
+            if name == "engine 1":
+                change(run_dir, "remove", "1")
+                assert name not in change(run_dir, "list")
+        version = int(server.control(30.0).weight_version())
+        server.stop()
+        process.wait_until(lambda: "is lost" in (tmp_path / "log").read_text(), RUN_S, "its loss")
+        steps = len(series(run_dir, "train/loss"))
+        process.wait_until(lambda: len(series(run_dir, "train/loss")) > steps + 2, RUN_S, "more steps")
+        process.kill(signal.SIGINT)
+        assert process.wait(RUN_S) == 128 + signal.SIGINT, process.tail()
+        process.assert_no_process_left()
+    assert not (run_dir / "engines.json").exists()
+    assert calls(server).count(_DISTRIBUTED) > 4
+    assert before < calls(server).count(_GENERATED)
+    assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
+    for rollout_id in range(version):
+        assert versions_of(run_dir, rollout_id) == {str(rollout_id)}
+    told = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    assert [(each["kind"], each["subject"]) for each in told] == [("engine_died", "engine 2")]

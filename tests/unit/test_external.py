@@ -121,9 +121,7 @@ def test_what_is_no_engine_is_told_in_one_line(
     server: Servers, keys: tuple[str, str] | None, answer: tuple[int, Any], message: str
 ) -> None:
     server.answers["/server_info"] = answer
-    with pytest.raises(
-        EngineError, match=f"--rollout-external-engine-addrs: the server at {server.url}.*{message}"
-    ) as e:
+    with pytest.raises(EngineError, match=f"the server at {server.url}.*{message}") as e:
         discover_external_engines([server.url], keys)
     assert len(str(e.value).splitlines()) == 1
     assert KEYS[0] not in str(e.value)
@@ -247,6 +245,11 @@ def test_their_entries_have_the_ranks_that_they_say_and_no_slots(
     assert fleet.total == fleet.trainers
     assert not is_elsewhere(spec)
     assert f"external engine at {server.url}: SGLang 0.5.17, regular, ranks: 2" in capsys.readouterr().out
+
+
+def test_a_run_does_not_start_without_one_that_it_names(launch_directory: Path) -> None:
+    with pytest.raises(InputError, match=r"^--rollout-external-engine-addrs: the server at http://127\.0\.0\.1:9: GET"):
+        with_external_engines(fleet_at("http://127.0.0.1:9"), None)
 
 
 def test_prefill_and_decode_servers_make_a_split_model(launch_directory: Path) -> None:

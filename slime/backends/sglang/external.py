@@ -15,7 +15,6 @@ import requests
 
 from slime.backends.sglang.client import EngineControl, EngineError, NoAnswerError, ask_server
 from slime.backends.sglang.server import ExitInfo, Server
-from slime.options.serving.external import FLAG
 from slime.options.serving.sglang_config import DECODE, PREFILL, REGULAR
 from slime.utils.http_utils import redact
 
@@ -59,7 +58,7 @@ def discover_external_engines(
 
 
 def _discover(url: str, keys: tuple[str, str] | None, timeout: float) -> ExternalEngineInfo:
-    who = f"{FLAG}: the server at {url}"
+    who = f"the server at {url}"
     reply = _server_info(who, url, None, timeout)
     keyed = reply.status_code in (401, 403)
     if keyed and keys is not None:

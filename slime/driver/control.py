@@ -1,0 +1,136 @@
+"""The run's own server, by which `tools/engines.py` asks for engines: HTTP under a key, at an address that stands with
+it in ``engines.json`` of the run's directory, which its owner alone can read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from slime.driver.engine_requests import EngineRequests
+from slime.files.storage import writing
+from slime.observability import logs
+from slime.utils.http_utils import http_url
+
+FILE = "engines.json"
+_MOST_BYTES = 1 << 16
+_PATIENCE_S = 30.0
+"""With a client that does not say what it wants, or does not take the answer."""
+logger = logging.getLogger(__name__)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, host: str, handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host.strip("[]"), 0), handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.warning("a request to the run's control server failed", exc_info=True)
+
+
+class Control:
+    """Answers in threads of its own; what changes engines is left to `EngineRequests`."""
+
+    def __init__(
+        self, run_dir: str, host: str, requests: EngineRequests, view: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Listen at ``host``, and write the file. ``view`` gives the engines there are, and the weights' version."""
+        self._path, self._requests, self._view = Path(run_dir, FILE), requests, view
+        self._key = secrets.token_hex(24)
+        logs.hide([self._key])
+        control = self
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = _PATIENCE_S
+
+            def do_GET(self) -> None:
+                control._answer(self, control._get)
+
+            def do_POST(self) -> None:
+                control._answer(self, control._post)
+
+            def do_DELETE(self) -> None:
+                control._answer(self, control._delete)
+
+            def log_message(self, *args: Any) -> None:
+                logger.info("control: %s", self.requestline)
+
+        self._server = _Server(host, Handler)
+        threading.Thread(target=self._server.serve_forever, name="control", daemon=True).start()
+        url = http_url(host, self._server.server_port)
+        with writing("--run-dir", str(self._path)):
+            _write_for_owner(self._path, json.dumps({"url": url, "key": self._key}))
+
+    def close(self) -> None:
+        """Answer no more, and take the file away; may be called again."""
+        self._requests.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _answer(self, handler: BaseHTTPRequestHandler, answer: Callable[..., tuple[int, Any]]) -> None:
+        status: int
+        given = (handler.headers["Authorization"] or "").removeprefix("Bearer ")
+        if not secrets.compare_digest(given.encode(), self._key.encode()):
+            status, reply = HTTPStatus.UNAUTHORIZED, {"error": "the key is not that of this run"}
+        else:
+            try:
+                status, reply = answer(handler.path, _body(handler))
+            except ValueError as error:
+                status, reply = HTTPStatus.BAD_REQUEST, {"error": str(error)}
+        body = json.dumps(reply).encode()
+        handler.send_response(status)
+        handler.send_header("Content-Type", "application/json")
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    def _get(self, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+        if path == "/engines":
+            return HTTPStatus.OK, dict(self._view())
+        number = path.removeprefix("/requests/")
+        found = self._requests.get(int(number)) if number.isdecimal() else None
+        return (HTTPStatus.NOT_FOUND, {"error": f"there is no {path}"}) if found is None else (HTTPStatus.OK, found)
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+        if path != "/engines":
+            return HTTPStatus.NOT_FOUND, {"error": f"there is no {path}"}
+        addr = body.get("addr") or ""
+        if not isinstance(addr, str):
+            raise ValueError(f"addr must be text, not {addr!r:.60}")
+        return HTTPStatus.ACCEPTED, {"request": self._requests.put("add", addr)}
+
+    def _delete(self, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+        name = unquote(path.removeprefix("/engines/"))
+        if name == path or not name:
+            return HTTPStatus.NOT_FOUND, {"error": f"there is no {path}"}
+        return HTTPStatus.ACCEPTED, {"request": self._requests.put("remove", name)}
+
+
+def _body(handler: BaseHTTPRequestHandler) -> Mapping[str, Any]:
+    length = handler.headers["Content-Length"] or "0"
+    if not length.isdecimal() or int(length) > _MOST_BYTES:
+        raise ValueError(f"Content-Length {length:.20}: must be at most {_MOST_BYTES}")
+    body = json.loads(handler.rfile.read(int(length)) or b"{}")
+    if not isinstance(body, dict):
+        raise ValueError("the body is not a JSON object")
+    return body
+
+
+def _write_for_owner(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)  # another's mode would stay
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
