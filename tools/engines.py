@@ -6,13 +6,12 @@ python3 tools/engines.py RUN_DIR add              # one more of the run's own, o
 python3 tools/engines.py RUN_DIR remove N         # engine N, or another by its name
 
 A change is made when the run next waits for samples; this program waits for it, and for the weights of one that was
-added, up to --timeout seconds. Status 1 where the run refuses it, or did not make it in time.
+added, up to --timeout seconds. Status 1 where the run refuses it, or did not make it in time, 2 where there is no run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,11 +19,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import requests
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.driver.control import FILE
+from slime.entry.installation import check_installation
+
+check_installation()
+
+import requests  # noqa: E402
+
+from slime.files.control_file import read_control_file  # noqa: E402
+from slime.utils.errors import BadInputError  # noqa: E402
 
 _ANSWER_S = 30.0
 _POLL_S = 0.5
@@ -39,15 +43,9 @@ class RunControl:
     """The server of a run."""
 
     def __init__(self, run_dir: Path) -> None:
-        """RefusedError where no run is under way there."""
-        self._path = run_dir / FILE
-        try:
-            found = json.loads(self._path.read_text())
-        except FileNotFoundError:
-            raise RefusedError(f"{self._path} is not there: no run with engines is under way in {run_dir}") from None
-        except (OSError, ValueError) as error:
-            raise RefusedError(f"{self._path} cannot be read: {error}") from None
-        self._url, self._headers = found["url"], {"Authorization": f"Bearer {found['key']}"}
+        """BadInputError where no run is under way there."""
+        self._url, key = read_control_file(run_dir)
+        self._headers = {"Authorization": f"Bearer {key}"}
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """The answer; RefusedError without one."""
@@ -94,6 +92,8 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"{name} was added, and gets requests when it has the weights", flush=True)
         version = _serves(control, name, time.monotonic() + args.timeout)
         print(f"{name} serves, with the weights of version {version}")
+    except BadInputError as error:
+        parser.error(str(error))
     except RefusedError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1

@@ -1,28 +1,28 @@
-"""The run's own server, by which `tools/engines.py` asks for engines: HTTP under a key, at an address that stands with
-it in ``engines.json`` of the run's directory, which its owner alone can read."""
+"""The run's own server, by which `tools/engines.py` asks for engines and `tools/pull_versions.py` for weights: HTTP
+under a key, at an address that stands with it in ``engines.json`` of the run's directory, which its owner alone can
+read."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
-import os
 import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from slime.driver.engine_requests import EngineRequests
-from slime.files.storage import writing
+from slime.driver.version_files import VersionFiles
+from slime.files.control_file import control_file, write_control_file
 from slime.observability import logs
 from slime.utils.http_utils import http_url
 
-FILE = "engines.json"
+_WEIGHTS = "/weights/"
 _MOST_BYTES = 1 << 16
 _PATIENCE_S = 30.0
 """With a client that does not say what it wants, or does not take the answer."""
@@ -44,10 +44,16 @@ class Control:
     """Answers in threads of its own; what changes engines is left to `EngineRequests`."""
 
     def __init__(
-        self, run_dir: str, host: str, requests: EngineRequests, view: Callable[[], Mapping[str, Any]]
+        self,
+        run_dir: str,
+        host: str,
+        requests: EngineRequests,
+        view: Callable[[], Mapping[str, Any]],
+        versions: VersionFiles,
     ) -> None:
         """Listen at ``host``, and write the file. ``view`` gives the engines there are, and the weights' version."""
-        self._path, self._requests, self._view = Path(run_dir, FILE), requests, view
+        self._path, self._requests, self._view = control_file(run_dir), requests, view
+        self._versions = versions
         self._key = secrets.token_hex(24)
         logs.hide([self._key])
         control = self
@@ -70,8 +76,7 @@ class Control:
         self._server = _Server(host, Handler)
         threading.Thread(target=self._server.serve_forever, name="control", daemon=True).start()
         url = http_url(host, self._server.server_port)
-        with writing("--run-dir", str(self._path)):
-            _write_for_owner(self._path, json.dumps({"url": url, "key": self._key}))
+        write_control_file(run_dir, url, self._key)
 
     def close(self) -> None:
         """Answer no more, and take the file away; may be called again."""
@@ -82,15 +87,19 @@ class Control:
         self._server.server_close()
 
     def _answer(self, handler: BaseHTTPRequestHandler, answer: Callable[..., tuple[int, Any]]) -> None:
-        status: int
         given = (handler.headers["Authorization"] or "").removeprefix("Bearer ")
         if not secrets.compare_digest(given.encode(), self._key.encode()):
-            status, reply = HTTPStatus.UNAUTHORIZED, {"error": "the key is not that of this run"}
+            answered: tuple[int, Any] | None = (HTTPStatus.UNAUTHORIZED, {"error": "the key is not that of this run"})
+        elif handler.command == "GET" and handler.path.startswith(_WEIGHTS):
+            answered = self._versions.answer(handler, handler.path.removeprefix(_WEIGHTS))
         else:
             try:
-                status, reply = answer(handler.path, _body(handler))
+                answered = answer(handler.path, _body(handler))
             except ValueError as error:
-                status, reply = HTTPStatus.BAD_REQUEST, {"error": str(error)}
+                answered = HTTPStatus.BAD_REQUEST, {"error": str(error)}
+        if answered is None:  # it has been sent
+            return
+        status, reply = answered
         body = json.dumps(reply).encode()
         handler.send_response(status)
         handler.send_header("Content-Type", "application/json")
@@ -128,9 +137,3 @@ def _body(handler: BaseHTTPRequestHandler) -> Mapping[str, Any]:
     if not isinstance(body, dict):
         raise ValueError("the body is not a JSON object")
     return body
-
-
-def _write_for_owner(path: Path, text: str) -> None:
-    path.unlink(missing_ok=True)  # another's mode would stay
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)

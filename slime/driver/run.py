@@ -30,6 +30,7 @@ from slime.driver.pushes import Pushes
 from slime.driver.recovery import Recovery, snapshot_directory
 from slime.driver.restarts import Goodput, Restarts
 from slime.driver.schedule import check_remaining, is_due, missing_exports, scores_start
+from slime.driver.version_files import VersionFiles
 from slime.entry.arguments import describe
 from slime.files.storage import write_text, writing
 from slime.fleet.engines import Engines
@@ -165,7 +166,7 @@ class Run:
             self._start_together(placement, shared)
         self._data.serve(opened)
         if fleet.engines:
-            self._control = Control(args.run_dir, serving_host(keys), requests, self._view)
+            self._control = Control(args.run_dir, serving_host(keys), requests, self._view, VersionFiles(args))
         parts = (self._trainers, placement, self._data, self._memory, self._pushes, self._saver, self._restarts)
         self._recovery = Recovery(self.args, self, self._supervisor, *parts)
         going_on = f", going on after rollout {self.args.start_rollout_id}" if self.args.start_rollout_id else ""

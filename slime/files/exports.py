@@ -1,8 +1,10 @@
-"""Exports of a run's weights, and the mark that tells whose and how far each is."""
+"""Where a run's weights go: exports, with the mark that tells whose and how far each is, and versions for engines."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import socket
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -45,3 +47,17 @@ def read_mark(directory: str | Path) -> dict[str, Any]:
     except (FileNotFoundError, ValueError):
         return {}
     return mark if isinstance(mark, dict) and isinstance(mark.get("files"), list) else {}
+
+
+def weights_directory(args: Namespace) -> Path:
+    """Where this run writes versions: a directory of its own in ``--update-weight-disk-dir``.
+
+    Its name is the same when the run is resumed, and another for runs of the same name elsewhere or on other hosts.
+    Without that directory, which every run of transport disk has, it is ``RUN_DIR/weights``: what other transports
+    bring is checked there (``--check-weight-update-equal``).
+    """
+    run_dir = Path(args.run_dir).absolute()
+    if not args.update_weight_disk_dir:
+        return run_dir / "weights"
+    whose = hashlib.sha256(f"{socket.gethostname()}:{run_dir}".encode()).hexdigest()[:8]
+    return Path(args.update_weight_disk_dir, f"{run_dir.name}-{whose}").absolute()

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from slime.backends.sglang.client import EngineControl, EngineError
+from slime.files.exports import weights_directory
 from slime.files.hf_reader import read_engine_headers
 from slime.files.hf_writer import NamedTensors
 from slime.models import family_of, hf_config
 from slime.utils.errors import abbreviate
-from slime.weights.hf_directory import HFDirectoryWriter, load_format, stored_tensors, weights_directory
+from slime.weights.hf_directory import HFDirectoryWriter, load_format, stored_tensors
 
 
 class EqualityCheck:

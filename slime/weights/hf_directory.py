@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
-import socket
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from slime.files import atomic_io
+from slime.files.exports import weights_directory
 from slime.files.hf_writer import HFWriter, NamedTensors
 from slime.files.storage import writing
 
@@ -52,20 +51,6 @@ class HFDirectoryWriter(HFWriter):
 def load_format(args: Namespace) -> str | None:
     """How engines read such a directory; None is as they read their first weights, which may have been random ones."""
     return "auto" if args.random_weights else None
-
-
-def weights_directory(args: Namespace) -> Path:
-    """Where this run writes versions: a directory of its own in ``--update-weight-disk-dir``.
-
-    Its name is the same when the run is resumed, and another for runs of the same name elsewhere or on other hosts.
-    Without that directory, which every run of transport disk has, it is ``RUN_DIR/weights``: what other transports
-    bring is checked there (``--check-weight-update-equal``).
-    """
-    run_dir = Path(args.run_dir).absolute()
-    if not args.update_weight_disk_dir:
-        return run_dir / "weights"
-    whose = hashlib.sha256(f"{socket.gethostname()}:{run_dir}".encode()).hexdigest()[:8]
-    return Path(args.update_weight_disk_dir, f"{run_dir.name}-{whose}").absolute()
 
 
 def stored_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:

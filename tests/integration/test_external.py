@@ -4,6 +4,7 @@ without one that is lost; others join and leave in mid-run."""
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,13 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import requests
+import torch
+from transformers import AutoModelForCausalLM
 
 from slime.backends.sglang.engine import Engine
 from slime.backends.sglang.external import KEY_VARIABLES
+from slime.files.control_file import control_file, read_control_file
 from tests.integration.harness import ROOT, TrainProcess, series
 from tests.integration.test_membership import versions_of
 from tests.integration.test_train import RUN_S, flags, make_workspace
-from tests.integration.tiny import KEYS, engine_args
+from tests.integration.tiny import KEYS, engine_args, log_probs_of
 
 NUM_GPUS = 0
 pytestmark = [pytest.mark.integration, pytest.mark.full]
@@ -75,6 +80,45 @@ def test_a_run_without_engines_of_its_own_trains_by_a_server_that_runs_already(
             assert not [key for key in KEYS if key in text], path
 
 
+def test_a_server_that_shares_no_disk_pulls_the_newest_version(workspace: Path, server: Engine, tmp_path: Path) -> None:
+    run_dir, copies = tmp_path / "run", tmp_path / "copies"
+    line = flags(
+        workspace,
+        run_dir,
+        colocate=None,
+        rollout_num_gpus=1,
+        num_rollout=500,
+        update_weight_transport="disk",
+        lr="1e-2",
+    )
+    with TrainProcess(line, tmp_path / "log") as process:
+        process.wait_until(lambda: len(series(run_dir, "train/loss")) > 1, RUN_S, "two steps")
+        url, key = read_control_file(run_dir)
+        pull = [sys.executable, str(ROOT / "tools/pull_versions.py"), url, server.url, "--to", str(copies), "--once"]
+        secrets = dict(zip(("SLIME_CONTROL_KEY", *KEY_VARIABLES), (key, *KEYS), strict=True))
+        done = subprocess.run(
+            [*pull, "--poll", "1"], capture_output=True, text=True, timeout=RUN_S, env={**os.environ, **secrets}
+        )
+        assert done.returncode == 0, done.stderr
+        process.kill(signal.SIGINT)
+        assert process.wait(RUN_S) == 128 + signal.SIGINT, process.tail()
+        process.assert_no_process_left(ignore=[str(workspace / "model")])
+    (copy,) = copies.iterdir()
+    version = server.control(30.0).weight_version()
+    assert copy.name == f"weight_v{int(version):06d}"
+    assert int(version) > 0
+    assert f"version {version}: " in done.stdout
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 8}, "return_logprob": True}
+    reply = requests.post(
+        f"{server.url}/generate", json=body, headers={"Authorization": f"Bearer {KEYS[0]}"}, timeout=60
+    ).json()
+    found = reply["meta_info"]["output_token_logprobs"]
+    expected = log_probs_of(
+        AutoModelForCausalLM.from_pretrained(copy).eval(), body["input_ids"], [token for _, token, _ in found]
+    )
+    torch.testing.assert_close(torch.tensor([log_prob for log_prob, *_ in found]), expected, atol=1e-4, rtol=0)
+
+
 def await_requests(process: TrainProcess, server: Engine) -> None:
     """Until it has answered some more."""
     before = calls(server).count(_GENERATED)
@@ -117,7 +161,7 @@ def test_one_joins_a_colocated_run_leaves_joins_again_and_is_lost(
         process.kill(signal.SIGINT)
         assert process.wait(RUN_S) == 128 + signal.SIGINT, process.tail()
         process.assert_no_process_left()
-    assert not (run_dir / "engines.json").exists()
+    assert not control_file(run_dir).exists()
     assert calls(server).count(_DISTRIBUTED) > 4
     assert before < calls(server).count(_GENERATED)
     assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4

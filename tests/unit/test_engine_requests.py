@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import threading
@@ -16,9 +15,9 @@ import pytest
 import requests
 
 from slime.backends.sglang.client import EngineError
-from slime.driver import control
 from slime.driver.control import Control
 from slime.driver.engine_requests import EngineRequests
+from slime.files.control_file import control_file, read_control_file
 from slime.fleet import engines as fleet_engines
 from slime.fleet.engines import RefusedError
 from slime.fleet.spec import EngineSpec
@@ -64,7 +63,8 @@ class Run:
     def __init__(self, run_dir: Path) -> None:
         self.engines = Engines()
         self.requests = EngineRequests(self.engines)  # type: ignore[arg-type]
-        self.control = Control(str(run_dir), "127.0.0.1", self.requests, self.engines.describe)
+        no_versions: Any = None
+        self.control = Control(str(run_dir), "127.0.0.1", self.requests, self.engines.describe, no_versions)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._loop)
         self._thread.start()
@@ -136,28 +136,28 @@ def test_other_words_are_bad_input(tmp_path: Path, words: list[str]) -> None:
 
 
 def test_without_a_run_or_in_time_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main([str(tmp_path), "list"]) == 1
+    with pytest.raises(SystemExit):
+        tool.main([str(tmp_path), "list"])
     assert "engines.json is not there: no run with engines is under way" in capsys.readouterr().err
     made = Run(tmp_path)
     made._ended.set()
     made._thread.join(10)
     assert tool.main([str(tmp_path), "add", "--timeout", "0"]) == 1
     assert "the run has not made the change in time (--timeout)" in capsys.readouterr().err
-    told = (tmp_path / control.FILE).read_text()
+    told = control_file(tmp_path).read_text()
     made.control.close()
     assert made.requests.get(1) == {
         "number": 1, "kind": "add", "subject": "", "state": "refused", "told": "the run has ended",
     }  # fmt: skip
-    assert not (tmp_path / control.FILE).exists()
-    (tmp_path / control.FILE).write_text(told)  # of a driver that was killed
+    assert not control_file(tmp_path).exists()
+    control_file(tmp_path).write_text(told)  # of a driver that was killed
     assert tool.main([str(tmp_path), "list"]) == 1
     assert "does not answer: has it ended?" in capsys.readouterr().err
 
 
 def test_only_its_owner_reads_the_key_without_which_nothing_is_answered(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / control.FILE
-    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-    url, key = json.loads(path.read_text()).values()
+    assert stat.S_IMODE(os.stat(control_file(tmp_path)).st_mode) == 0o600
+    url, key = read_control_file(tmp_path)
     for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": key[:-1]}):
         for method, where in (("GET", "/engines"), ("POST", "/engines"), ("DELETE", "/engines/engine%200")):
             assert requests.request(method, url + where, headers=headers, timeout=10).status_code == 401
@@ -178,7 +178,7 @@ def test_only_its_owner_reads_the_key_without_which_nothing_is_answered(run: Run
     ],
 )
 def test_bad_requests_are_answered(run: Run, tmp_path: Path, method: str, path: str, body: bytes, status: int) -> None:
-    url, key = json.loads((tmp_path / control.FILE).read_text()).values()
+    url, key = read_control_file(tmp_path)
     headers = {"Authorization": f"Bearer {key}"}
     assert requests.request(method, url + path, data=body, headers=headers, timeout=10).status_code == status
     assert run.engines.asked == []

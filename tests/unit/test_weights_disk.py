@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from slime.backends.sglang.client import EngineError
+from slime.files.exports import weights_directory
 from slime.files.hf_writer import HFWriter, NamedTensors
 from slime.weights import EngineAddress, disk
 from slime.weights.disk import DiskPublisher
-from slime.weights.hf_directory import weights_directory
 from tests.fake_control import FakeControl, addresses_of
 
 NUM_GPUS = 0

@@ -195,6 +195,12 @@ class EngineControl:
         of_tokens = reply["meta_info"]["input_token_logprobs"]
         return [float("nan") if of_token[0] is None else float(of_token[0]) for of_token in of_tokens[1:]]
 
+    def load_version(self, path: str, version: str) -> None:
+        """Have a server that no run pushes to load such a directory as this version, when the requests that it has are
+        done; others wait."""
+        body = {"model_path": path, "weight_version": version, "flush_cache": True, "load_format": "auto"}
+        self._post("/update_weights_from_disk", body)
+
     def has_adapter(self) -> bool:
         """Whether `load_adapter` has given the engine one."""
         models = self._get("/v1/models", key=self._generate_key)["data"]
