@@ -14,6 +14,8 @@ class Servers:
 
     def __init__(self) -> None:
         self.posted: list[tuple[str, Any]] = []
+        self.posted_with: list[str | None] = []
+        """What each came with to open it."""
         self.asked: list[tuple[str, str | None]] = []
         self.key: str | None = None
         """What GET requests need."""
@@ -30,6 +32,7 @@ class Servers:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 servers.posted.append((self.path, body))
+                servers.posted_with.append(self.headers["Authorization"])
                 self._answer(*servers.answers.get(self.path, (202, {})))
 
             def do_DELETE(self) -> None:

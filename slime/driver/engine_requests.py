@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from slime.fleet.engines import Engines, RefusedError
+from slime.fleet.engines import Engines
+from slime.fleet.roster import RefusedError
 from slime.observability.progress import say, warn
 from slime.options.errors import OptionError
 from slime.options.serving.external import FLAG, normalize_external_engine_addr

@@ -4,22 +4,20 @@ joins, one leaves."""
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import ray
 
-from slime.backends.sglang.client import EngineError
 from slime.fleet.external import described, given_keys, is_elsewhere
 from slime.fleet.losses import Losses
 from slime.fleet.membership import Member
 from slime.fleet.placement import Slot
 from slime.fleet.restarts import Comeback, Restarts
-from slime.fleet.roster import Roster
+from slime.fleet.roster import RefusedError, Roster, refusing
 from slime.fleet.spec import EngineSpec, external_entries
 from slime.observability.progress import say, warn
 from slime.ray.supervision import MARGIN_S, Deadline, RayDownError, RunError, Supervisor, limit_of
@@ -30,22 +28,9 @@ class NoEngineError(RunError):
     """No engine is there for now: all are on their way back."""
 
 
-class RefusedError(RunError):
-    """An engine was not added, or not removed, and the run goes on as before."""
-
-
 _LEAVE_S = 60.0
 START_ROUTER = "start router"
 Publish = Callable[[list[EngineAddress]], dict[str, float]]
-
-
-@contextlib.contextmanager
-def _refusing(phase: str = "") -> Iterator[None]:
-    """Within, what fails is only about the engine that is to be added."""
-    try:
-        yield
-    except (RunError, EngineError) as error:
-        raise RefusedError(f"{phase}: {error}" if phase else str(error)) from error
 
 
 class Engines(Roster):
@@ -89,7 +74,7 @@ class Engines(Roster):
         spec = self._like(model) if url is None else self._external(url)
         slots: list[Slot] = []
         if url is None:
-            with _refusing():
+            with refusing():
                 slots = self._placement.take(spec, slots_within or self._args.placement_timeout)
         member = self._make(spec, slots, serves=False)
         phase, limit = f"start {member.name}", limit_of(self._args, "engine_start_timeout", MARGIN_S)
@@ -111,6 +96,8 @@ class Engines(Roster):
         ours = [member.spec for member in reversed(self._members.values()) if not member.spec.urls]
         specs = {spec.model.name: spec for spec in ours}
         model = model or next((name for name, spec in specs.items() if spec.model.generates), None)
+        if not specs:
+            raise RefusedError("add an engine: the run has none of its own that it could be like: name an address")
         if model not in specs:
             known = ", ".join(specs) or "none"
             raise RefusedError(f"add an engine: no model {model!r} is served, there are: {known}")
@@ -127,7 +114,7 @@ class Engines(Roster):
         if url in there:
             raise RefusedError(f"{phase}: it is one of the run's engines already")
         likes = [member.spec for member in self._members.values() if member.spec.model.generates]
-        with _refusing(phase):
+        with refusing(phase):
             (entry,) = external_entries(self._args, likes[0].model, [url])
             spec = described(entry, given_keys(self._args))
         if not any(spec.is_like(other) for other in likes):
@@ -143,7 +130,7 @@ class Engines(Roster):
 
     def remove(self, name: str) -> None:
         """End an engine, or leave an external one to itself; its requests go on at others. RefusedError if there is
-        none, or no other serves its model."""
+        none, or too few others."""
         named = {member.name: member for member in self.membership.engines}
         if name not in named:
             if self._restarts is not None and (comeback := self._restarts.drop(name)) is not None:
@@ -155,6 +142,8 @@ class Engines(Roster):
         others = [m for m in self.membership.engines if m.serves and m.spec.is_like(member.spec) and m is not member]
         if not others:
             raise RefusedError(f"remove {name}: no other engine serves the model {member.spec.model.name!r}")
+        if member.spec.model.trained and len(self.membership.trained) <= self._args.min_engines:
+            raise RefusedError(f"remove {name}: --min-engines {self._args.min_engines} would not be left")
         self.membership = self.membership.without(name)
         self._supervisor.forget(member.called)  # first: it may die meanwhile
         if self._restarts is not None:

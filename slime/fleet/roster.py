@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import ray
 
+from slime.backends.sglang.client import EngineError
 from slime.fleet.actors import ActorMaker
 from slime.fleet.external import Keys
 from slime.fleet.membership import Member, Membership
@@ -16,6 +19,19 @@ from slime.fleet.placement import Placement, Slot
 from slime.fleet.spec import EngineSpec, Fleet
 from slime.ray.supervision import Deadline, RunError, Supervisor
 from slime.weights import EngineAddress
+
+
+class RefusedError(RunError):
+    """An engine was not added, or not removed, and the run goes on as before."""
+
+
+@contextlib.contextmanager
+def refusing(phase: str = "") -> Iterator[None]:
+    """Within, what fails is only about the engine that is to be added."""
+    try:
+        yield
+    except (RunError, EngineError) as error:
+        raise RefusedError(f"{phase}: {error}" if phase else str(error)) from error
 
 
 class Roster:

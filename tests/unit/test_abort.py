@@ -7,8 +7,18 @@ import asyncio
 import pytest
 
 from slime.rollout.runtime import RolloutRuntime
+from tests.fake_servers import Servers
 
 NUM_GPUS = 0
+
+
+def test_an_engine_that_asks_for_no_key_sees_none(runtime: RolloutRuntime) -> None:
+    made = [Servers(), Servers()]
+    runtime.set_engines([each.url for each in made], "admin", frozenset([made[1].url]))
+    assert asyncio.run(runtime.abort_requests(None))
+    assert [each.posted_with for each in made] == [["Bearer admin"], [None]]
+    for each in made:
+        each.close()
 
 
 def test_engine_that_does_not_answer_holds_up_no_end(

@@ -19,7 +19,7 @@ from slime.driver.control import Control
 from slime.driver.engine_requests import EngineRequests
 from slime.files.control_file import control_file, read_control_file
 from slime.fleet import engines as fleet_engines
-from slime.fleet.engines import RefusedError
+from slime.fleet.roster import RefusedError
 from slime.fleet.spec import EngineSpec
 from slime.ray.supervision import RunError
 from slime.weights import EngineAddress
@@ -289,6 +289,13 @@ def test_what_does_not_fit_is_refused_before_it_has_an_actor(
     with pytest.raises(RefusedError, match=message):
         add(cluster, url)
     assert len(cluster.actors) == 2
+
+
+def test_as_many_stay_as_the_run_needs() -> None:
+    cluster = Cluster(min_engines=2)
+    with pytest.raises(RefusedError, match="remove engine 1: --min-engines 2 would not be left"):
+        cluster.engines.remove("engine 1")
+    assert len(cluster.engines.describe()) == 2
 
 
 def test_one_that_serves_another_model_is_refused_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

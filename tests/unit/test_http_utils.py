@@ -21,7 +21,7 @@ from slime.rollout.engine import state
 from slime.rollout.runtime import RolloutRuntime
 from slime.utils import http_client
 from slime.utils.http_client import Http, current_http
-from slime.utils.http_utils import PortReservation, RequestError, get, http_url, post
+from slime.utils.http_utils import PortReservation, RequestError, get, http_url, is_own_address, post
 from tests.fake_client import FakeClient
 
 NUM_GPUS = 0
@@ -503,3 +503,10 @@ def test_an_ipv6_address_is_written_in_brackets_once() -> None:
 def test_an_address_of_another_machine_is_an_error() -> None:
     with pytest.raises(OSError, match=r"192\.0\.2\.1 is not an address of this machine"):
         PortReservation("192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    ("host", "own"), [("127.0.0.1", True), ("localhost", True), ("192.0.2.7", False), ("no-such-host.invalid", False)]
+)
+def test_addresses_of_this_machine(host: str, own: bool) -> None:
+    assert is_own_address(host) == own

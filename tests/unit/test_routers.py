@@ -55,6 +55,19 @@ def test_a_router_learns_from_an_engine_which_part_it_has(servers: Servers, tmp_
     router.stop()
 
 
+def test_a_router_is_given_no_key_for_an_engine_that_asks_for_none(servers: Servers, tmp_path: Path) -> None:
+    router = Router(router_args(), "127.0.0.1", KEYS, tmp_path / "log")
+    router.url = servers.url
+    router.open_engines = frozenset(["http://e1"])
+    router.add("http://e0")
+    router.add("http://e1")
+    assert servers.posted == [
+        ("/workers", {"url": "http://e0", "api_key": KEYS[0]}),
+        ("/workers", {"url": "http://e1"}),
+    ]
+    router.stop()
+
+
 def test_a_router_that_runs_gets_engines_and_loses_them_again(servers: Servers) -> None:
     router = RunningRouter(router_args(), servers.address, KEYS, ("theirs", "their-admin"))
     router.start()

@@ -88,6 +88,18 @@ def test_each_gets_every_bucket_in_its_own_way(monkeypatch: pytest.MonkeyPatch) 
     assert group.left == 2
 
 
+def test_one_that_joins_again_at_its_address_is_met_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An external engine may have been started again meanwhile, and have none of the group or of the weights."""
+    group, made = Group(monkeypatch), publisher()
+    beside, apart = places(Dying("http://e0"), Dying("http://e1"), apart=(1,))
+    made.publish(1, BUCKETS, [beside, apart])
+    again = replace(apart, name="engine 3")
+    made.publish(1, BUCKETS, [again])
+    assert group.sizes == [2, 2]
+    with pytest.raises(ValueError, match="does not grow"):
+        made.publish(1, BUCKETS, [again])
+
+
 @pytest.mark.parametrize("dies", [0, 1])
 def test_the_death_of_either_kind_leaves_all_paused_for_the_next_try(
     dies: int, monkeypatch: pytest.MonkeyPatch
