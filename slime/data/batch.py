@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from slime.data.columns import LOSS_MASK, SAMPLE_INDICES, TOKENS, Values
+from slime.data.columns import LOSS_MASK, ROLLOUT_MASK_SUMS, SAMPLE_INDICES, TOKENS, Values
 from slime.data.ragged import Ragged
 
 T = TypeVar("T")
@@ -113,6 +113,6 @@ def text_batch(tokens: Sequence[int]) -> TrainBatch:
         TOKENS: Ragged.from_rows([tokens], np.int32),
         LOSS_MASK: Ragged.from_rows([np.ones(count)], np.uint8),
         SAMPLE_INDICES: np.zeros(1, np.int64),
-        "rollout_mask_sums": np.array([count]),
+        ROLLOUT_MASK_SUMS: np.array([count]),
     }
     return TrainBatch(columns, [step])

@@ -24,6 +24,7 @@ TOKENS = "tokens"
 LOSS_MASK = "loss_mask"
 METADATA = "metadata"
 SAMPLE_INDICES = "sample_indices"
+ROLLOUT_MASK_SUMS = "rollout_mask_sums"
 _TAKEN = ("total_lengths", "response_lengths", "log_probs_and_entropy")
 """What users' functions know beside columns."""
 _OF_FORWARD = ("input_ids", "position_ids", "attention_mask", "packed_seq_params")
@@ -103,7 +104,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("rollout_ids", np.int64, "row", made_by="rollout"),
     Column("group_indices", np.int64, "row", made_by="rollout"),
     # Loss tokens of the row's whole rollout, including its rows on other ranks.
-    Column("rollout_mask_sums", np.int64, "row", made_by="rollout"),
+    Column(ROLLOUT_MASK_SUMS, np.int64, "row", made_by="rollout"),
     # The engine's; there are none of data that no engine made.
     Column(
         "rollout_log_probs",

@@ -46,7 +46,11 @@ def test_switches_of_the_host_reach_workers_and_secrets_do_not(monkeypatch: pyte
         (
             RolloutManager,
             "watch",
-            {"rollouts": {"generate"}, "evaluation": {"evaluate"}, "routers": {"open_routers", "serve"}},
+            {
+                "rollouts": {"generate"},
+                "evaluation": {"evaluate"},
+                "routers": {"confirm_routers", "open_routers", "serve"},
+            },
         ),
         (EngineActor, "watch", {"examination": {"examine"}}),
         (NodeActor, "serve", {}),
