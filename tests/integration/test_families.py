@@ -176,6 +176,7 @@ import sys
 from types import SimpleNamespace
 import torch
 from slime.backends.sglang import fixes, patches
+from slime.backends.sglang.load_record import stale_copies
 patches.install()
 from sglang.srt.models import glm4_moe, glm4_moe_lite
 kind = {"glm4_moe": glm4_moe.Glm4MoeGate, "glm4_moe_lite": glm4_moe_lite.Glm4MoeLiteGate}[sys.argv[1]]
@@ -187,16 +188,18 @@ for mended in (False, True):
     for _ in range(2):
         router.weight.normal_()
         wrong = router(hidden) - hidden.float() @ router.weight.float().T
-        print(float(wrong.abs().max()))
+        print(float(wrong.abs().max()), *stale_copies(torch.nn.ModuleDict({"gate": router}), 1))
 """
 
 
 @pytest.mark.parametrize("kind", [FLOAT32_ROUTERS[0], pytest.param(FLOAT32_ROUTERS[1], marks=pytest.mark.full)])
 def test_sglangs_routers_follow_their_weights(kind: str) -> None:
-    """SGLang's own classes; without the fix they go on with those of the first pass."""
+    """SGLang's own classes; without the fix they go on with those of the first pass, which a push's proof finds."""
     command = [sys.executable, "-c", _ROUTERS, kind]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
-    _, after_a_push, *mended = map(float, done.stdout.splitlines()[-4:])
+    lines = [line.split() for line in done.stdout.splitlines()[-4:]]
+    _, after_a_push, *mended = [float(line[0]) for line in lines]
     assert after_a_push > 0.1, "SGLang's routers follow their weights now: drop fixes.route_by_present_weights"
     assert max(mended) < 1e-5
+    assert [line[1:] for line in lines] == [[], ["gate._weight_fp32"], [], []]
