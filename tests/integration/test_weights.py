@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import random
 import re
@@ -25,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from slime.backends.sglang.client import EngineError
 from slime.backends.sglang.engine import Engine, ExitInfo
 from slime.files.hf_writer import NamedTensors
-from slime.weights import EngineAddress, make_publisher
+from slime.weights import EngineAddress, agreement, make_publisher
 from slime.weights.publisher import WeightPublisher
 from tests.fake_control import FakeAddress
 from tests.integration.tiny import KEYS, Service, log_probs_of, processes_of, random_weights
@@ -109,6 +110,7 @@ class TwoRanks:
     def __init__(self, args: argparse.Namespace, directory: Path) -> None:
         self._args, self._directory = args, directory
         self._publishers: dict[str, WeightPublisher] = {}
+        agreement._numbers = itertools.count()  # as in the second rank, which is a new process each time
         context = torch.multiprocessing.get_context("spawn")
         self._told = context.SimpleQueue()
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
