@@ -7,6 +7,7 @@ no note says so when it is asked; of it only what all servers can tell is compar
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
@@ -19,6 +20,8 @@ from slime.files.block_scaled import SCALE_END
 from slime.files.hf_writer import NamedTensors
 from slime.utils.errors import abbreviate
 from slime.weights.engines import EngineAddress
+
+logger = logging.getLogger(__name__)
 
 Ask = Callable[[str, Callable[[EngineControl], Any], Sequence[EngineAddress]], dict[str, Any]]
 """`WeightPublisher.each_engine`."""
@@ -56,6 +59,8 @@ class PushProof:
         if new := [engine for engine in engines if engine not in self._held]:
             told = ask("begin the proof", self._loads, new)
             self._held |= {engine: _first_of(told[engine.url]) for engine in new}
+            if plain := [engine.url for engine in new if self._held[engine] is None]:
+                logger.info("%s: takes no note of what it loads: checksums and the probe alone prove", ", ".join(plain))
         for held in self._held.values():
             for name, each in (held or {}).items():
                 if each.digest and "float8" not in each.dtype and not name.endswith(SCALE_END):
