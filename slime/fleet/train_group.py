@@ -17,8 +17,9 @@ from slime.files import atomic_io
 from slime.files.checkpoints import checkpoint_directory, find_checkpoint
 from slime.files.exports import exports_after, is_export
 from slime.fleet.placement import Placement
+from slime.observability import events
 from slime.ray.cluster import actor_environment, as_actor, worker_options
-from slime.ray.supervision import START_TRAINERS, Deadline, Supervisor, limit_of
+from slime.ray.supervision import START_TRAINERS, Deadline, LostError, RunError, Supervisor, limit_of
 from slime.ray.train_actor import TrainActor
 from slime.utils.environment import as_environment
 from slime.utils.redaction import is_secret
@@ -177,7 +178,7 @@ class Saver:
     def _write(self, place: Checkpoint, state: dict[str, Any], phase: str) -> None:
         saves = [each for each in (place.save, place.critic_save) if each]
         values = [(place.rollout_id, None if rank else state, *saves) for rank in range(len(self._trainers.actors))]
-        with self._staging([checkpoint_directory(each, place.rollout_id) for each in saves]):
+        with self._staging([checkpoint_directory(each, place.rollout_id) for each in saves], phase):
             self._trainers.call_each(phase, "save", self.limit, values)
 
     def newest(self) -> Checkpoint | None:
@@ -196,7 +197,7 @@ class Saver:
     def export(self, rollout_id: int, places: dict[str, str], phase: str) -> None:
         """Write the directories of ``places``, by the option that asks for each."""
         for option, directory in places.items():
-            with self._staging([Path(directory)]):
+            with self._staging([Path(directory)], phase):
                 self._trainers.call(phase, "export", self.limit, option, directory, rollout_id)
 
     def clean_up(self) -> list[str]:
@@ -213,8 +214,15 @@ class Saver:
         return lost
 
     @contextlib.contextmanager
-    def _staging(self, finals: list[Path]) -> Iterator[None]:
+    def _staging(self, finals: list[Path], phase: str) -> Iterator[None]:
         """Within, trainers write what becomes ``finals``; what is unfinished when that fails is left to `clean_up`."""
         self._unfinished = finals
-        yield
+        try:
+            yield
+        except LostError:  # told of by whoever brings them back
+            raise
+        except RunError as error:
+            action = f"the run ends; {finals[0].name} is as it was before"
+            events.add("save_failed", "the trainers", phase=phase, cause=str(error), action=action)
+            raise
         self._unfinished = []

@@ -13,6 +13,7 @@ from slime.data import Group, Sample, Status
 from slime.data.rows.conversation import RowError
 from slime.data.source.numbers import Numbers, numbers_kept, numbers_of, restore, same
 from slime.data.source.rollout_context import current_rollout
+from slime.observability import events
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.batches.train_data import check_response
 from slime.rollout.engine.generation import generate
@@ -257,8 +258,15 @@ class GroupRun:
                 state.failures[reason] += 1
                 sample.failure = f"{reason}: {error}"
                 state.runtime.failures.warn(f"sample {sample.index}, try {number + 1} of {tries}", reason, error)
+                if state.failures[reason] == 1:
+                    self._tell(sample, what, error, "it is tried again" if number + 1 < tries else "it is given up")
         sample.status, sample.reward = Status.FAILED, None
         return None
+
+    def _tell(self, sample: Sample, what: str, error: SlimeError, action: str) -> None:
+        kind = "reward_failed" if what == "reward" else "request_failed"
+        phase = "evaluation" if self._evaluation else f"rollout {current_rollout()}"
+        events.add(kind, f"sample {sample.index}", phase=phase, cause=str(error), action=action)
 
     def _with_reward(self, sample: Sample, reward: Any, judge: str) -> Sample:
         if reward is None and not self._evaluation:

@@ -1,0 +1,231 @@
+"""Injects faults into a run, one after the other, and matches each to what the run tells of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slime.processes.kernel import Process
+from tools.soaking import hooks
+from tools.soaking.plan import ANY, KINDS, Fault
+from tools.soaking.processes import Run, limit_files, strike
+from tools.soaking.watching import Event, Lines, Moment, Watcher, noticed, returned, wait_for
+
+_POLL_S = 0.005
+_FULL_AT = 1 << 16
+"""Bytes of a file beyond which a trainer's disk is full: a checkpoint's are larger."""
+_PORT_HELD_S = 30.0
+_NEXT_LIFE_S = 90.0
+_LONGEST_DEPTH_S = 3.0
+_CALM_S, _PHASE_S, _BACK_S = 300.0, 180.0, 300.0
+"""Until a run is ready for the next fault; until it comes to a phase; until all is well again after a fault."""
+_SWITCH_S = 30.0
+
+
+class OverError(Exception):
+    """The run has ended, or stands still, as the message says."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one fault; times are in seconds since the epoch.
+
+    Attributes:
+        subject: whom it struck.
+        seen: the phase in which the driver was then, "train on rollout 7".
+        struck: when.
+        told: the events of the run that are about it; none where it has not bitten.
+        back: when all was well again; None where it has not bitten.
+    """
+
+    fault: Fault
+    subject: str
+    seen: str
+    struck: float
+    told: tuple[Event, ...] = ()
+    back: float | None = None
+
+    @property
+    def bit(self) -> bool:
+        """Whether the run has noticed it, and all is well again."""
+        return self.back is not None
+
+    def as_line(self) -> str:
+        """For the injector's log."""
+        kinds = [f"{event['kind']} {event['subject']}" for event in self.told]
+        told = self.told[0]["time"] - self.struck if self.told else None
+        back = None if self.back is None else round(self.back - self.struck, 3)
+        line = {**self.fault.as_dict(), "subject": self.subject, "seen": self.seen, "struck": self.struck}
+        return json.dumps(line | {"bit": self.bit, "told": kinds, "noticed_s": told and round(told, 3), "back_s": back})
+
+
+class Injector:
+    """Strikes one run."""
+
+    def __init__(self, run: Run, watcher: Watcher, switches: Path, check: Callable[[], None]) -> None:
+        """``check``, called all the time, raises OverError where the run has ended, or what else is to end a wait."""
+        self._run, self._watcher, self._switches, self._check = run, watcher, switches, check
+        self.under_way: Outcome | None = None
+        """What was struck, and not followed to its end."""
+        self._taken = Lines(switches / hooks.TAKEN)
+        self._taken.new()
+
+    def inject(self, fault: Fault) -> Outcome:
+        """Wait until all is well and the run comes to the fault's phase, strike, and wait until all is well again.
+
+        OverError where the run ends, or does not come that far within generous limits.
+        """
+        self._wait(self._is_calm, _CALM_S, "a whole step without a fault")
+        moment = self._wait(lambda: self._in_phase(fault), _PHASE_S, f"the phase {fault.phase!r}")
+        time.sleep(fault.depth * min(moment.lasted, _LONGEST_DEPTH_S))
+        seen, struck = f"{fault.phase} of {moment.rollout}", time.time()
+        subject = self._strike(fault)
+        outcome = Outcome(fault, fault.subject if subject is None else subject, seen, struck)
+        if subject is not None:
+            self.under_way = outcome
+            outcome, self.under_way = self._follow(outcome), None
+        return outcome
+
+    def _follow(self, outcome: Outcome) -> Outcome:
+        fault, within = outcome.fault, KINDS[outcome.fault.kind].within
+
+        def told() -> Event | None:
+            self._watcher.look()
+            return noticed(fault, outcome.subject, outcome.struck, self._watcher.events)
+
+        first = self._wait_for(told, within)
+        if first is None:
+            return outcome
+
+        def back() -> float | None:
+            self._watcher.look()
+            return returned(fault, outcome.subject, first, self._watcher.events, self._watcher)
+
+        when = self._wait(back, _BACK_S, f"{outcome.subject} to be well again after {fault.kind}")
+        its = [event for event in self._watcher.events if outcome.struck <= event["time"] <= when]
+        return replace(outcome, told=(first, *(event for event in its if event is not first)), back=when)
+
+    # ---- waiting
+
+    def _is_calm(self) -> bool:
+        """Nothing is lost, and a whole step is behind the last event."""
+        self._watcher.look()
+        events = self._watcher.events
+        return not self._watcher.lost() and bool(self._watcher.steps_since(events[-1]["time"] if events else 0.0))
+
+    def _in_phase(self, fault: Fault) -> Moment | None:
+        """Where the run is, if the phase has begun just now."""
+        before = self._watcher.look()
+        self._wait_for(lambda: self._watcher.look() != before, _PHASE_S, _POLL_S)
+        now = self._watcher.look()
+        return now if now.phase == fault.phase else None
+
+    def _wait_for(self, condition: Callable[[], Any], seconds: float, poll: float = 0.05) -> Any:
+        def checked() -> Any:
+            self._check()
+            return condition()
+
+        return wait_for(checked, seconds, poll)
+
+    def _wait(self, condition: Callable[[], Any], seconds: float, what: str) -> Any:
+        found = self._wait_for(condition, seconds)
+        if found is None or found is False:
+            raise OverError(f"waited {seconds:g} s in vain for {what}")
+        return found
+
+    # ---- striking
+
+    def _strike(self, fault: Fault) -> str | None:
+        """Do it; whom it has struck, or None where there was nobody to strike."""
+        name, _, what = fault.kind.rpartition("_")
+        signals = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+        if fault.kind == "engine_killed_in_push":
+            return self._signal(fault, self._run.server(fault.subject), signal.SIGKILL)
+        if fault.kind == "engine_killed_as_it_starts":
+            return self._kill_twice(fault)
+        if fault.kind == "router_port_taken":
+            return self._take_port(fault)
+        if fault.kind == "disk_full":
+            trainer = self._run.of_log(fault.subject.replace(" ", "_"))
+            full = trainer is not None and limit_files(trainer, _FULL_AT)
+            return fault.subject if full else None
+        if fault.subject == ANY:
+            return self._switch(fault)
+        return self._signal(fault, self._find(name, fault.subject), signals[what])
+
+    def _find(self, name: str, subject: str) -> Process | None:
+        finders: dict[str, Callable[[], Process | None]] = {
+            "engine": lambda: self._run.server(subject),
+            "scheduler": lambda: self._run.scheduler(subject),
+            "router": self._run.router,
+            "trainer": lambda: self._run.of_log(subject.replace(" ", "_")),
+            "manager": lambda: self._run.of_log("rollout_manager"),
+            "driver": self._run.driver,
+        }
+        return finders[name]()
+
+    def _signal(self, fault: Fault, process: Process | None, number: int) -> str | None:
+        return fault.subject if process is not None and strike(process, number) else None
+
+    def _kill_twice(self, fault: Fault) -> str | None:
+        """Kill an engine, and what is started in its place before it answers."""
+        first = self._run.server(fault.subject)
+        if first is None or not strike(first, signal.SIGKILL):
+            return None
+        second = self._wait_for(lambda: self._run.newer_server(fault.subject, first), _NEXT_LIFE_S)
+        return self._signal(fault, second, signal.SIGKILL)
+
+    def _take_port(self, fault: Fault) -> str | None:
+        """Kill the router, and listen in its place until the run has told that it could not start another."""
+        process, address = self._run.router(), self._run.router_address()
+        if process is None or address is None or not strike(process, signal.SIGKILL):
+            return None
+        with listening_at(address) as held:
+            if not held:
+                return None
+
+            def told() -> bool:
+                self._watcher.look()
+                died = [event for event in self._watcher.events if event["kind"] == "router_died"]
+                return any(KINDS[fault.kind].cause in event["cause"] for event in died[-1:])
+
+            self._wait_for(told, _PORT_HELD_S)
+        return fault.subject
+
+    def _switch(self, fault: Fault) -> str | None:
+        """Have the next sample of the run that comes by take the fault; which one it was."""
+        self._taken.new()
+        switch = self._switches / fault.kind
+        switch.touch()
+
+        def taken() -> str | None:
+            lines = [line for line in self._taken.new() if line["kind"] == fault.kind]
+            return f"sample {lines[0]['sample']}" if lines else None
+
+        found: str | None = self._wait_for(taken, _SWITCH_S)
+        switch.unlink(missing_ok=True)
+        return found
+
+
+@contextlib.contextmanager
+def listening_at(address: tuple[str, int], seconds: float = 5.0) -> Iterator[bool]:
+    """Within, somebody else listens at ``address``; false where its owner has not left it within ``seconds``."""
+    taken = socket.socket()
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+    def bound() -> bool:
+        with contextlib.suppress(OSError):
+            taken.bind(address)
+            taken.listen()
+            return True
+        return False
+
+    with taken:
+        yield bool(wait_for(bound, seconds, 0.01))
