@@ -41,7 +41,7 @@ from tools.soaking.watching import Watcher  # noqa: E402
 from tools.soaking.workspace import Workspace  # noqa: E402
 
 _GO_ON = 3
-_END_S = 180.0
+_END_S = 90.0
 """Of a shard, kept for the end of its run."""
 _MORE = 2
 """Rollouts that follow the last fault."""

@@ -123,9 +123,9 @@ class Injector:
     def _in_phase(self, fault: Fault) -> Moment | None:
         """Where the run is, if the phase has begun just now."""
         before = self._watcher.look()
-        self._wait_for(lambda: self._watcher.look() != before, _PHASE_S, _POLL_S)
+        begun = self._wait_for(lambda: self._watcher.look() != before, _PHASE_S, _POLL_S)
         now = self._watcher.look()
-        return now if now.phase == fault.phase else None
+        return now if begun and now.phase == fault.phase else None
 
     def _wait_for(self, condition: Callable[[], Any], seconds: float, poll: float = 0.05) -> Any:
         def checked() -> Any:
