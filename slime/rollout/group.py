@@ -265,7 +265,8 @@ class GroupRun:
 
     def _tell(self, sample: Sample, what: str, error: SlimeError, action: str) -> None:
         kind = "reward_failed" if what == "reward" else "request_failed"
-        phase = "evaluation" if self._evaluation else f"rollout {current_rollout()}"
+        number = current_rollout()
+        phase = "evaluation" if self._evaluation else "rollout" if number is None else f"rollout {number}"
         events.add(kind, f"sample {sample.index}", phase=phase, cause=str(error), action=action)
 
     def _with_reward(self, sample: Sample, reward: Any, judge: str) -> Sample:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -11,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from slime.data import Group, Status
+from slime.data.source.rollout_context import rollout_context
+from slime.observability import events
 from slime.observability.logs import FailureLog
 from slime.options.flags.schema import flag_named
 from slime.rollout.base_types import flatten_samples
@@ -108,13 +112,24 @@ FLAKY = (
     ("policy", "fails", "trained"),
     [("retry", 3, [0, 1, 2, 3]), ("retry", 99, [0, 3, 4, 5]), ("drop", 2, [0, 3, 4, 5])],
 )
-def test_failed_samples(policy: str, fails: int, trained: list[int], make_args: Args, use: Use, tmp_path: Path) -> None:
+def test_failed_samples(
+    policy: str,
+    fails: int,
+    trained: list[int],
+    make_args: Args,
+    use: Use,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     use(FakeClient())
+    monkeypatch.setattr(events, "_log", None)
+    events.begin(str(tmp_path), "rollout_manager")
     hook = hook_file(tmp_path, FLAKY.replace("FAILS", str(fails)))
     paths = {"custom_generate_function_path": f"{hook}:generate", "custom_rm_path": f"{hook}:rm"}
     args = make_args(on_sample_error=policy, **paths)
     source = RolloutDataSourceWithBuffer(args)
-    output = rollout(args, 0, source)
+    with rollout_context(7):
+        output = rollout(args, 0, source)
     assert indices(output.samples) == trained
     assert output.metrics is not None
     tries = {"retry": min(fails - 1, 3), "drop": 1}[policy]
@@ -123,6 +138,14 @@ def test_failed_samples(policy: str, fails: int, trained: list[int], make_args: 
     dropped = {"generate_error": 1, "reward_error": 1} if trained != [0, 1, 2, 3] else {}
     assert source.num_dropped == dropped
     accounts(args, source, flatten_samples(output.samples))
+    told = [json.loads(line) for line in (tmp_path / events.FILE).read_text().splitlines()]
+    assert {(line["kind"], line["subject"], line["phase"]) for line in told} == {
+        ("request_failed", "sample 3", "rollout 7"),
+        ("reward_failed", "sample 4", "rollout 7"),
+    }
+    assert len(told) == 2, "the first of a rollout"
+    assert {line["action"] for line in told} == {"it is given up" if policy == "drop" else "it is tried again"}
+    assert all(re.search("raised OSError: the (sandbox|judge)", line["cause"]) for line in told)
 
 
 def test_stop_on_the_first_failure_names_it(make_args: Args, use: Use, tmp_path: Path) -> None:

@@ -256,6 +256,7 @@ class Group:
 
     def __init__(self) -> None:
         self.actors, self.fails = [0, 1], False
+        self.error: RunError = LOST
 
     def call_each(self, phase: str, method: str, limit: Deadline, values: Any) -> None:
         for rollout_id, state, *places in values:
@@ -265,7 +266,7 @@ class Group:
                 Path(place, "latest_checkpointed_iteration.txt").write_text(str(rollout_id))
             assert (state is not None) or method == "save"
         if self.fails:
-            raise LOST
+            raise self.error
 
 
 def make_saver(tmp_path: Path, **changes: Any) -> tuple[Saver, Group]:
@@ -295,6 +296,25 @@ def test_the_newest_is_one_of_the_runs_own(tmp_path: Path) -> None:
     with pytest.raises(LostError):
         saver.snapshot(3, {}, memory)
     assert saver.newest() == Checkpoint(memory, None, 2)
+
+
+def test_what_could_not_be_saved_is_told_of_unless_a_trainer_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "_log", None)
+    events.begin(str(tmp_path), "driver")
+    saver, group = make_saver(tmp_path)
+    group.fails = True
+    with pytest.raises(LostError):
+        saver.save(3, {})
+    assert not (tmp_path / events.FILE).exists()
+    group.error = RunError("save after rollout 3: trainer 1 failed: --save /kept: the disk is full")
+    with pytest.raises(RunError, match="the disk is full"):
+        saver.save(3, {})
+    (line,) = [json.loads(text) for text in (tmp_path / events.FILE).read_text().splitlines()]
+    assert (line["kind"], line["subject"], line["phase"]) == ("save_failed", "the trainers", "save after rollout 3")
+    assert line["cause"] == str(group.error)
+    assert "iter_0000003 is as it was before" in line["action"]
 
 
 def test_a_critic_has_snapshots_of_its_own(tmp_path: Path) -> None:
