@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import signal
 import subprocess
 import sys
 import time
@@ -50,6 +51,7 @@ _MORE = 2
 def main() -> int:
     """Command line."""
     options = parse()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         with reported("soak.py"):
             return soak(options)
@@ -84,9 +86,8 @@ def soak(options: argparse.Namespace) -> int:
 
 def strike_all(place: Workspace, kinds: list[str], deadline: float) -> None:
     """Inject what is left of the plan; TimeUpError where the shard ends before."""
+    watcher = Watcher(place.run_dir)
     with running_in(place, place.command(place.run_dir)) as running:
-        watcher = Watcher(place.run_dir)
-        watcher.look()
         injector = Injector(Run(running.pid, place.run_dir), watcher, place.switches, lambda: running.check(deadline))
         while left := place.left(kinds):
             try:

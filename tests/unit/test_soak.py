@@ -248,11 +248,15 @@ def test_what_is_lost_is_so_until_it_is_back(tmp_path: Path) -> None:
         ("trainer_died", "trainer 0", ["engine 1", "router"]),
         ("engine_back", "engine 1", ["router"]),
         ("router_back", "router", []),
+        ("engine_hangs", "engine 0", ["engine 0"]),
+        ("driver_died", "the driver", []),
+        ("engine_hangs", "engine 1", ["engine 1"]),
     ):
         with file.open("a") as told:
             told.write(json.dumps(event(kind, subject, 1.0)) + "\n")
         watcher.look()
         assert watcher.lost() == lost
+    assert Watcher(tmp_path).lost() == [], "of the shard before"
 
 
 def fault(kind: str, subject: str | None = None) -> Fault:
@@ -347,8 +351,9 @@ class _NoRun(Run):
 def test_where_nobody_is_to_strike_nothing_has_bitten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "trace").mkdir()
     file = tmp_path / "trace" / "driver.jsonl"
-    file.write_text(span("push_weights", 10, 1, version=0) + span("push_weights", 12, 1, version=1))
     watcher, count = Watcher(tmp_path), 0
+    watcher.began = 0.0
+    file.write_text(span("push_weights", 10, 1, version=0) + span("push_weights", 12, 1, version=1))
 
     def check() -> None:
         nonlocal count

@@ -115,10 +115,11 @@ class Injector:
     # ---- waiting
 
     def _is_calm(self) -> bool:
-        """Nothing is lost, and a whole step is behind the last event."""
+        """Nothing is lost, and a whole step is behind the last event, or the start of the driver."""
         self._watcher.look()
-        events = self._watcher.events
-        return not self._watcher.lost() and bool(self._watcher.steps_since(events[-1]["time"] if events else 0.0))
+        steps, events = self._watcher.steps_since, self._watcher.events
+        has_begun = len(steps(self._watcher.began)) > 1  # the first push is of the weights that it begins with
+        return has_begun and not self._watcher.lost() and bool(steps(events[-1]["time"] if events else 0.0))
 
     def _in_phase(self, fault: Fault) -> Moment | None:
         """Where the run is, if the phase has begun just now."""

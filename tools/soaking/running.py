@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -41,6 +42,7 @@ class Running:
                 stderr=subprocess.STDOUT,
                 env=environment | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
+                preexec_fn=functools.partial(kernel.die_with_parent, os.getpid()),
             )
         self.pid = self._launcher.pid
 

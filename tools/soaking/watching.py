@@ -70,7 +70,7 @@ class Moment:
 
 
 class Watcher:
-    """Reads what a run writes into its directory."""
+    """Reads what a run writes into its directory; made before its driver begins."""
 
     def __init__(self, run_dir: Path) -> None:
         self._spans, self._lines = Lines(run_dir / "trace" / "driver.jsonl"), Lines(run_dir / events.FILE)
@@ -80,6 +80,10 @@ class Watcher:
         self._moment = Moment("", -1, 0.0, 0.0)
         self.pushes: list[tuple[float, float]] = []
         """Begin and end of each push that was complete."""
+        self.began = time.time()
+        self.look()
+        self._first = len(self.events)
+        """Those before it are of an earlier shard, whose driver has ended."""
 
     def look(self) -> Moment:
         """Read what is new; where the run is now."""
@@ -99,8 +103,13 @@ class Watcher:
         return self._moment
 
     def lost(self) -> list[str]:
-        """Engines and routers that were lost and are not back."""
-        last = {event["subject"]: event["kind"] for event in self.events if event["kind"].startswith(_COME_BACK)}
+        """Engines and routers that were lost, in the life of this driver, and are not back."""
+        last: dict[str, str] = {}
+        for event in self.events[self._first :]:
+            if event["kind"] == "driver_died":
+                last = {}
+            elif event["kind"].startswith(_COME_BACK):
+                last[event["subject"]] = event["kind"]
         return sorted(subject for subject, kind in last.items() if kind.endswith(_LOST))
 
     def steps_since(self, when: float) -> list[float]:
