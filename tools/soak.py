@@ -88,7 +88,8 @@ def strike_all(place: Workspace, kinds: list[str], deadline: float) -> None:
     """Inject what is left of the plan; TimeUpError where the shard ends before."""
     watcher = Watcher(place.run_dir)
     with running_in(place, place.command(place.run_dir)) as running:
-        injector = Injector(Run(running.pid, place.run_dir), watcher, place.switches, lambda: running.check(deadline))
+        run = Run(running.pid, place.run_dir, place.seed)
+        injector = Injector(run, watcher, place.switches, lambda: running.check(deadline))
         while left := place.left(kinds):
             try:
                 outcome = injector.inject(left[0])

@@ -166,6 +166,24 @@ def test_the_router_is_below_its_supervisor_which_says_where_it_listens(tmp_path
         supervisor.kill()
 
 
+def test_what_is_started_in_an_engines_place_is_known_by_its_seed(tmp_path: Path) -> None:
+    run, own = Run(os.getpid(), tmp_path, 31), kernel.with_id(os.getpid())
+    assert own is not None
+    words = ["slime.backends.sglang.launch", "--random-seed", "32", "-x"]
+    with (
+        subprocess.Popen([*_SLEEPS, *words]) as server,
+        subprocess.Popen([*_SLEEPS, "supervisor", *words[1:]]) as other,
+    ):
+        wait_for(lambda: run.newer_server("engine 1", own), "the server")
+        found = run.newer_server("engine 1", own)
+        assert found is not None
+        assert found.pid == server.pid
+        assert run.newer_server("engine 1", found) is None, "not newer than itself"
+        assert run.newer_server("engine 0", own) is None
+        server.kill()
+        other.kill()
+
+
 def test_whoever_comes_first_listens_at_a_port() -> None:
     with socket.socket() as owner:
         owner.bind(("127.0.0.1", 0))

@@ -22,8 +22,9 @@ _LOG_END = 1 << 20
 class Run:
     """The processes below ``launcher``, of the run whose directory is ``run_dir``; None where one is not there now."""
 
-    def __init__(self, launcher: int, run_dir: Path) -> None:
-        self._launcher, self._logs = launcher, run_dir / "logs"
+    def __init__(self, launcher: int, run_dir: Path, seed: int = 0) -> None:
+        """``seed`` is of ``--seed``: that of an engine is larger by its rank."""
+        self._launcher, self._logs, self._seed = launcher, run_dir / "logs", seed
 
     def all(self) -> list[Process]:
         """Every process of the run, wherever it was re-parented below the launcher."""
@@ -44,12 +45,9 @@ class Run:
 
     def newer_server(self, engine: str, than: Process) -> Process | None:
         """The server that an engine is starting in the place of ``than``, which need not answer yet."""
-        of_rank = re.compile(rf"slime\.backends\.sglang\.launch .*--random-seed \d*{engine[-1]} ")
-        newer = [process for process in self.all() if process.started > than.started]
-        lines = {process: command_line(process.pid) for process in newer}
-        supervisor = "slime.processes.supervisor"
-        own = [p for p, line in lines.items() if of_rank.search(f"{line} ") and supervisor not in line]
-        return own[0] if own else None
+        words = ("slime.backends.sglang.launch ", f" --random-seed {self._seed + int(engine.split()[1])} ")
+        newer = [process for process in self.all() if process.started > than.started and _has(process.pid, words)]
+        return next((each for each in newer if not _has(each.pid, ("slime.processes.supervisor",))), None)
 
     def scheduler(self, engine: str) -> Process | None:
         """What generates, below an engine's server."""

@@ -70,7 +70,7 @@ class Workspace:
     """One soak's directory."""
 
     def __init__(self, directory: Path, seed: int) -> None:
-        self.directory, self._seed = directory, seed
+        self.directory, self.seed = directory, seed
         self.run_dir, self.reference_dir = directory / "run", directory / "reference"
         self.switches, self.log = directory / "switches", directory / "run.log"
         self.left_over: list[str] = []
@@ -87,14 +87,14 @@ class Workspace:
             ("data", [str(ROOT / "tools/make_arithmetic_data.py"), str(self.directory / "data"), "--num-eval", "64"]),
         ):
             if not (self.directory / place).exists():
-                words = [sys.executable, *command, "--seed", str(self._seed)]
+                words = [sys.executable, *command, "--seed", str(self.seed)]
                 subprocess.run(words, check=True, stdout=subprocess.DEVNULL, timeout=_MAKE_S)
 
     # ---- the plan
 
     def plan(self, count: int, kinds: list[str]) -> list[str]:
         """The kind of each fault, drawn by the first shard. ValueError where that had other arguments."""
-        path, given = self.directory / "plan.json", {"seed": self._seed, "faults": count}
+        path, given = self.directory / "plan.json", {"seed": self.seed, "faults": count}
         if path.exists():
             found = json.loads(path.read_text())
             if {name: found[name] for name in given} != given:
@@ -103,7 +103,7 @@ class Workspace:
                     "another --out"
                 )
             return list(found["kinds"])
-        drawn = draw_kinds(self._seed, count, kinds)
+        drawn = draw_kinds(self.seed, count, kinds)
         write_text("--out", path, json.dumps(given | {"kinds": drawn}, indent=1))
         return drawn
 
@@ -123,7 +123,7 @@ class Workspace:
         strikes = self.strikes()
         done = {line["number"] for line in strikes if line["bit"]}
         tries = {number: sum(line["number"] == number for line in strikes) for number in range(len(kinds))}
-        return [draw(self._seed, n, kind, tries[n]) for n, kind in enumerate(kinds) if n not in done]
+        return [draw(self.seed, n, kind, tries[n]) for n, kind in enumerate(kinds) if n not in done]
 
     def add_shard(self, **values: Any) -> None:
         """Note how a shard has ended."""
@@ -147,8 +147,8 @@ class Workspace:
             "save": run_dir,
             "save-debug-rollout-data": f"{run_dir}/samples_{{rollout_id}}.pt",
             "num-rollout": num_rollout or _ENDLESS,
-            "seed": self._seed,
-            "rollout-seed": self._seed,
+            "seed": self.seed,
+            "rollout-seed": self.seed,
         }
         if num_rollout is not None:
             flags["save-hf"] = f"{run_dir}/hf_{{rollout_id}}"
