@@ -296,6 +296,8 @@ def fault(kind: str, subject: str | None = None) -> Fault:
         ("reward_slow", "sample 7", event("reward_failed", "sample 7", 105, cause="it took longer than 4 s"), True),
         ("reward_slow", "sample 7", event("reward_failed", "sample 8", 105, cause="it took longer than 4 s"), False),
         ("reward_raises", "sample 7", event("reward_failed", "sample 7", 105, cause="it took longer than 4 s"), False),
+        ("router_port_taken", "router", event("router_died", "router", 103, cause="it ended with status 137"), False),
+        ("router_port_taken", "router", event("router_died", "router", 103, cause="it ended with status 1"), True),
         ("disk_full", "trainer 1", event("save_failed", "the trainers", 103, cause="--save /x: too large"), True),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import socket
 import time
@@ -195,7 +196,7 @@ class Injector:
             def told() -> bool:
                 self._watcher.look()
                 died = [event for event in self._watcher.events if event["kind"] == "router_died"]
-                return any(KINDS[fault.kind].cause in event["cause"] for event in died[-1:])
+                return any(re.search(KINDS[fault.kind].cause, event["cause"]) for event in died[-1:])
 
             self._wait_for(told, _PORT_HELD_S)
         return fault.subject

@@ -29,8 +29,8 @@ class Kind:
         back: the kind of event by which it tells that all is well again, for one that has a line of its own for that;
             a kind of ``told`` whose line is written when it is; or "step": the next step that is complete.
         within: seconds from the strike in which the run has to notice it; one that is not told of has not bitten.
-        cause: words that the event's cause has, where the same kind of event has other causes too.
-        phase: words that the event's phase has, where the fault is about that.
+        cause: a regular expression for the event's cause, where the same kind of event has other causes too.
+        phase: one for its phase, where the fault is about that.
         named: what events call the subject, where it is something else.
     """
 
@@ -53,7 +53,7 @@ KINDS: Mapping[str, Kind] = {
     "engine_killed_as_it_starts": Kind(_ENGINES, (GENERATE,), ("engine_died",), "engine_back", 120, phase="start"),
     "router_killed": Kind(("router",), (GENERATE, TRAIN, SAVE, PUSH), ("router_died",), "router_back"),
     "router_stopped": Kind(("router",), (GENERATE, TRAIN), ("router_died",), "router_back", 90),
-    "router_port_taken": Kind(("router",), (GENERATE, TRAIN), ("router_died",), "router_back", 90, cause="in use"),
+    "router_port_taken": Kind(("router",), (GENERATE, TRAIN), ("router_died",), "router_back", 90, cause="status 1$"),
     "trainer_killed": Kind(_TRAINERS, PHASES, ("trainer_died",), "trainer_died", 180),
     "trainer_stopped": Kind(_TRAINERS, (GENERATE, TRAIN), ("trainer_died",), "trainer_died", 240),
     "manager_killed": Kind(("the rollout manager",), PHASES, ("manager_died",), "manager_died", 180),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -123,8 +124,8 @@ def noticed(fault: Fault, subject: str, struck: float, told: Sequence[Event]) ->
     kind = KINDS[fault.kind]
     for event in told:
         in_time = struck - _CLOCKS_S <= event["time"] <= struck + kind.within
-        its = event["kind"] in kind.told and kind.cause in event["cause"] and kind.phase in event["phase"]
-        if in_time and its and is_of(event, kind.named or subject):
+        words = re.search(kind.cause, event["cause"]) and re.search(kind.phase, event["phase"])
+        if in_time and event["kind"] in kind.told and words and is_of(event, kind.named or subject):
             return event
     return None
 
