@@ -23,6 +23,8 @@ RUN_MARK = "SLIME_RUN_ID"
 TITLES = {"SPT_NOENV": "1"}
 """Has a process that sets its own title leave its environment readable, marks among it (package setproctitle)."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LISTENS = "0A"
+"""The state of a socket in the kernel's tables."""
 _POLL_S = 0.05
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -70,6 +72,23 @@ def is_marked(pid: int, mark: str) -> bool:
         return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:  # it ended, or is somebody else's
         return False
+
+
+def listens(pid: int, port: int) -> bool:
+    """Whether a process, or one below it, listens at a TCP port of this host."""
+    of_port = f":{port:04X}"
+    sockets = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            rows = [line.split() for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]]
+            sockets |= {f"socket:[{row[9]}]" for row in rows if row[1].endswith(of_port) and row[3] == _LISTENS}
+    for each in (pid, *(process.pid for process in below([pid], running().values()))):
+        with contextlib.suppress(OSError):  # it has ended
+            for descriptor in Path(f"/proc/{each}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if os.readlink(descriptor) in sockets:
+                        return True
+    return False
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import re
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,17 @@ def test_requests_of_an_engine_that_dies_are_sent_to_the_other(tmp_path: Path) -
             await asyncio.to_thread(router.wait_registered, [url], 60)
             router.check()
             assert (await client.generate([1], {}))["meta_info"]["by"] == "the other"
+
+            await asyncio.to_thread(router._halt)
+            host, port = router.url.removeprefix("http://").split(":")
+            with socket.create_server((host, int(port))) as taken:
+                with pytest.raises(EngineError, match=r"router at http://\S+ ended with status 1\n"):
+                    await asyncio.to_thread(router.restart)
+                taken.setblocking(False)
+                with pytest.raises(BlockingIOError):  # whoever has its port is not asked in its place, by its key
+                    taken.accept()
+            await asyncio.to_thread(router.restart)
+            assert router.url == address
         finally:
             await http.close()
             await asyncio.to_thread(router.stop)

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from slime.grading.algebra import AlgebraPool
+from slime.processes import kernel
 from tests.waiting import alive, wait_for
 
 NUM_GPUS = 0
@@ -111,3 +112,29 @@ def test_a_grader_outlives_the_thread_that_first_asked_for_it() -> None:
     finally:
         pool.close()
     assert verdicts == [True, True]
+
+
+_LISTENS = """
+import socket, sys, time
+family = socket.AF_INET6 if sys.argv[-1] == "::1" else socket.AF_INET
+with socket.create_server((sys.argv[-1], 0), family=family) as taken:
+    print(taken.getsockname()[1], flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_who_listens_at_a_port_is_known_of_a_process_and_those_below_it(host: str) -> None:
+    below = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {_LISTENS!r}, {host!r}]).wait()"
+    with subprocess.Popen([sys.executable, "-c", below], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        if not (line := process.stdout.readline()):
+            pytest.skip(f"nobody listens at {host} here")
+        port = int(line)
+        (child,) = psutil.Process(process.pid).children()
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
+            assert [kernel.listens(pid, port) for pid in (process.pid, child.pid, other.pid)] == [True, True, False]
+            assert not kernel.listens(process.pid, port % 65535 + 1)
+            other.kill()
+        child.kill()
+    assert not kernel.listens(process.pid, port)

@@ -15,6 +15,7 @@ import requests
 
 from slime.backends.sglang.client import EngineError, NoAnswerError, ask_server
 from slime.backends.sglang.server import Server
+from slime.processes import kernel
 from slime.processes.server_process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess, last_value
 from slime.utils.environment import server_environment
 from slime.utils.http_utils import LOOPBACK, http_url, redact
@@ -170,6 +171,9 @@ class Router(Server):
         return failed
 
     def _answers(self) -> bool:
+        # Where somebody else has taken the port meanwhile, our question, with its key, would be theirs.
+        if self._process is None or self._process.pid is None or not kernel.listens(self._process.pid, self._port):
+            return False
         try:
             self._workers()
         except EngineError:
