@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import signal
 import socket
 import time
@@ -186,17 +185,16 @@ class Injector:
 
     def _take_port(self, fault: Fault) -> str | None:
         """Kill the router, and listen in its place until the run has told that it could not start another."""
-        process, address = self._run.router(), self._run.router_address()
+        process, address, struck = self._run.router(), self._run.router_address(), time.time()
         if process is None or address is None or not strike(process, signal.SIGKILL):
             return None
         with listening_at(address) as held:
             if not held:
                 return None
 
-            def told() -> bool:
+            def told() -> Event | None:
                 self._watcher.look()
-                died = [event for event in self._watcher.events if event["kind"] == "router_died"]
-                return any(re.search(KINDS[fault.kind].cause, event["cause"]) for event in died[-1:])
+                return noticed(fault, fault.subject, struck, self._watcher.events)
 
             self._wait_for(told, _PORT_HELD_S)
         return fault.subject
