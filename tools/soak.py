@@ -44,6 +44,9 @@ from tools.soaking.workspace import Workspace  # noqa: E402
 _GO_ON = 3
 _END_S = 90.0
 """Of a shard, kept for the end of its run."""
+_LATE_S = 120.0
+"""Before a shard's end, when no engine would come back in time."""
+_POLL_S = 0.2
 _MORE = 2
 """Rollouts that follow the last fault."""
 
@@ -90,32 +93,31 @@ def strike_all(place: Workspace, kinds: list[str], deadline: float) -> None:
     with running_in(place, place.command(place.run_dir)) as running:
         run = Run(running.pid, place.run_dir, place.seed)
         injector = Injector(run, watcher, place.switches, lambda: running.check(deadline))
-        while left := place.left(kinds):
-            try:
-                outcome = injector.inject(left[0])
-            except (OverError, TimeUpError):
-                if injector.under_way is not None:
-                    note(place, injector.under_way)
-                raise
-            note(place, outcome)
-            say(outcome, len(kinds) - len(place.left(kinds)), len(kinds))
-            place.prune(place.run_dir)
+        try:
+            while left := place.left(kinds):
+                for mended in injector.settled():
+                    note(place, mended, kinds)
+                in_haste = time.monotonic() > deadline - _LATE_S
+                if (fault := injector.choose(left, in_haste)) is None:
+                    time.sleep(_POLL_S)
+                elif (outcome := injector.inject(fault)) is not None:
+                    note(place, outcome, kinds)
+                place.prune(place.run_dir)
+        finally:
+            for outcome in injector.unfinished():
+                place.note(outcome.as_line())
 
 
-def note(place: Workspace, outcome: Outcome) -> None:
-    """A line of the injector's log."""
-    with place.injected.open("a") as log:
-        log.write(outcome.as_line() + "\n")
-
-
-def say(outcome: Outcome, done: int, count: int) -> None:
-    """A line of progress."""
+def note(place: Workspace, outcome: Outcome, kinds: list[str]) -> None:
+    """A line of the injector's log, and one of progress."""
+    place.note(outcome.as_line())
     what = f"{outcome.fault.kind} of {outcome.subject or 'nobody'}, {outcome.seen}"
     after = "did not bite, and is drawn again"
     if outcome.back is not None:
         told, back = outcome.told[0]["time"] - outcome.struck, outcome.back - outcome.struck
         after = f"told after {told:.1f} s, back after {back:.1f} s"
-    print(f"soak: {time.strftime('%H:%M:%S')} {done} of {count}: {what}: {after}", flush=True)
+    done = len(kinds) - len(place.left(kinds))
+    print(f"soak: {time.strftime('%H:%M:%S')} {done} of {len(kinds)}: {what}: {after}", flush=True)
 
 
 def finish(place: Workspace, deadline: float) -> int:

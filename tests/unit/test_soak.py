@@ -9,8 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +318,9 @@ def test_all_is_well_again_when_the_run_says_so(tmp_path: Path) -> None:
     first, second = event("trainer_died", "trainer 1", 110), event("trainer_died", "trainer 1", 130, seconds=29.0)
     assert returned(fault("trainer_killed"), "trainer 1", first, [first], watcher) is None
     assert returned(fault("trainer_killed"), "trainer 1", first, [first, second], watcher) == 130
+    gone = event("driver_died", "the driver", 105)
+    watcher.pushes = [(102, 103), (150, 152)]
+    assert returned(fault("engine_killed"), "engine 1", died, [died, gone], watcher) == 152, "started anew with all"
     told = event("driver_died", "the driver", 101)
     watcher.pushes = [(99, 100)]
     assert returned(fault("driver_killed"), "the driver", told, [told], watcher) is None
@@ -391,6 +396,54 @@ def test_where_nobody_is_to_strike_nothing_has_bitten(tmp_path: Path, monkeypatc
     monkeypatch.setattr(injector, "_PHASE_S", 0.05)
     with pytest.raises(OverError, match=r"waited 0\.05 s in vain for the phase 'train'"):
         struck.inject(Fault(4, "engine_killed", 2, "engine 0", "train", 0.0))
+
+
+class _OneServer(Run):
+    """A run whose engines have this process for their server."""
+
+    def __init__(self, pid: int, run_dir: Path) -> None:
+        super().__init__(os.getpid(), run_dir)
+        self._server = kernel.with_id(pid)
+
+    def server(self, engine: str) -> processes.Process | None:
+        return self._server
+
+
+def test_while_an_engine_is_away_other_faults_are_done_and_its_return_ends_it(tmp_path: Path) -> None:
+    (tmp_path / "trace").mkdir()
+    spans, told = tmp_path / "trace" / "driver.jsonl", tmp_path / "events.jsonl"
+    watcher = Watcher(tmp_path)
+    watcher.began, count = 0.0, 0
+    spans.write_text(span("push_weights", 10, 1, version=0) + span("push_weights", 12, 1, version=1))
+
+    def check() -> None:
+        nonlocal count
+        count += 1
+        if count == 3:
+            with spans.open("a") as trace:
+                trace.write(span("hand_over", 15, 0.5, rollout=1))
+        elif child.poll() is not None and not told.exists():
+            told.write_text(json.dumps(event("engine_died", "engine 0", time.time())) + "\n")
+
+    engine, other = Fault(0, "engine_killed", 0, "engine 0", "train", 0.0), fault("engine_stopped", "engine 1")
+    other, reward = replace(other, number=1), replace(fault("reward_slow"), number=2)
+    with subprocess.Popen(_SLEEPS) as child:
+        struck = Injector(_OneServer(child.pid, tmp_path), watcher, tmp_path, check)
+        assert struck.choose([engine, other, reward], in_haste=False) == engine
+        assert struck.choose([engine, other, reward], in_haste=True) == reward
+        assert struck.inject(engine) is None
+    assert struck.settled() == []
+    assert [outcome.fault for outcome in struck.unfinished()] == [engine]
+    assert struck.choose([engine, other, reward], in_haste=False) == reward
+    assert struck.choose([engine, other], in_haste=False) is None
+    with told.open("a") as file:
+        file.write(json.dumps(event("engine_back", "engine 0", time.time() + 20, seconds=20.0)) + "\n")
+    (outcome,) = struck.settled()
+    assert outcome.bit
+    assert [one["kind"] for one in outcome.told] == ["engine_died", "engine_back"]
+    assert 19 < json.loads(outcome.as_line())["back_s"] < 60
+    assert (struck.settled(), struck.unfinished()) == ([], [])
+    assert struck.choose([other], in_haste=False) == other
 
 
 # ---- what adds up

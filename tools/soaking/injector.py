@@ -7,14 +7,14 @@ import json
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from slime.processes.kernel import Process
 from tools.soaking import hooks
-from tools.soaking.plan import ANY, KINDS, Fault
+from tools.soaking.plan import ANY, BESIDE, KINDS, Fault
 from tools.soaking.processes import Run, limit_files, strike
 from tools.soaking.watching import Event, Lines, Moment, Watcher, noticed, returned, wait_for
 
@@ -72,54 +72,86 @@ class Injector:
     def __init__(self, run: Run, watcher: Watcher, switches: Path, check: Callable[[], None]) -> None:
         """``check``, called all the time, raises OverError where the run has ended, or what else is to end a wait."""
         self._run, self._watcher, self._switches, self._check = run, watcher, switches, check
-        self.under_way: Outcome | None = None
-        """What was struck, and not followed to its end."""
+        self._open: list[Outcome] = []
+        """Engines' faults that were told of: the run goes on without the engine until it is back."""
+        self._struck: Outcome | None = None
+        """What was done last, until it is told of and, unless it is among those, mended."""
         self._taken = Lines(switches / hooks.TAKEN)
         self._taken.new()
 
-    def inject(self, fault: Fault) -> Outcome:
-        """Wait until all is well and the run comes to the fault's phase, strike, and wait until all is well again.
+    def choose(self, left: Sequence[Fault], in_haste: bool) -> Fault | None:
+        """The first of these that can be done now: while an engine is on its way back, or where there is no time for
+        one to come back (``in_haste``), only those that may be done beside that."""
+        under_way = {outcome.fault.number for outcome in self._open}
+        beside = in_haste or bool(self._open)
+        return next((f for f in left if f.number not in under_way and (not beside or f.kind in BESIDE)), None)
+
+    def inject(self, fault: Fault) -> Outcome | None:
+        """Wait until the run is calm and comes to the fault's phase, strike, and wait until all is well again, or None
+        where that is an engine's return, which `settled` tells of.
 
         OverError where the run ends, or does not come that far within generous limits.
         """
-        self._wait(self._is_calm, _CALM_S, "a whole step without a fault")
+        self._wait(lambda: self._is_calm(fault), _CALM_S, "a whole step without a fault")
         moment = self._wait(lambda: self._in_phase(fault), _PHASE_S, f"the phase {fault.phase!r}")
         time.sleep(fault.depth * min(moment.lasted, _LONGEST_DEPTH_S))
         seen, struck = f"{fault.phase} of {moment.rollout}", time.time()
         subject = self._strike(fault)
         outcome = Outcome(fault, fault.subject if subject is None else subject, seen, struck)
-        if subject is not None:
-            self.under_way = outcome
-            outcome, self.under_way = self._follow(outcome), None
-        return outcome
-
-    def _follow(self, outcome: Outcome) -> Outcome:
-        fault, within = outcome.fault, KINDS[outcome.fault.kind].within
-
-        def told() -> Event | None:
-            self._watcher.look()
-            return noticed(fault, outcome.subject, outcome.struck, self._watcher.events)
-
-        first = self._wait_for(told, within)
-        if first is None:
+        if subject is None:
             return outcome
+        self._struck = outcome
+        first = self._wait_for(lambda: self._noticed(outcome), KINDS[fault.kind].within)
+        if first is None:
+            done: Outcome | None = outcome
+        elif KINDS[fault.kind].back == "engine_back":
+            self._open.append(replace(outcome, told=(first,)))
+            done = None
+        else:
+            told = replace(outcome, told=(first,))
+            what = f"{outcome.subject} to be well again after {fault.kind}"
+            done = self._wait(lambda: self._mended(told), _BACK_S, what)
+        self._struck = None
+        return done
 
-        def back() -> float | None:
-            self._watcher.look()
-            return returned(fault, outcome.subject, first, self._watcher.events, self._watcher)
+    def settled(self) -> list[Outcome]:
+        """The engines' faults that are mended since this was last called. OverError where one takes too long."""
+        self._check()
+        self._watcher.look()
+        found = {outcome.fault.number: mended for outcome in self._open if (mended := self._mended(outcome))}
+        self._open = [outcome for outcome in self._open if outcome.fault.number not in found]
+        late = [outcome for outcome in self._open if time.time() > outcome.told[0]["time"] + _BACK_S]
+        if late:
+            raise OverError(f"{late[0].subject} is not back {_BACK_S:g} s after {late[0].fault.kind}")
+        return list(found.values())
 
-        when = self._wait(back, _BACK_S, f"{outcome.subject} to be well again after {fault.kind}")
-        its = [event for event in self._watcher.events if outcome.struck <= event["time"] <= when]
-        return replace(outcome, told=(first, *(event for event in its if event is not first)), back=when)
+    def unfinished(self) -> list[Outcome]:
+        """What was struck, and is neither known not to have bitten nor mended."""
+        return [*self._open, *filter(None, [self._struck])]
+
+    def _noticed(self, outcome: Outcome) -> Event | None:
+        self._watcher.look()
+        return noticed(outcome.fault, outcome.subject, outcome.struck, self._watcher.events)
+
+    def _mended(self, outcome: Outcome) -> Outcome | None:
+        self._watcher.look()
+        first, told = outcome.told[0], self._watcher.events
+        when = returned(outcome.fault, outcome.subject, first, told, self._watcher)
+        if when is None:
+            return None
+        its = [event for event in told if event is not first and outcome.struck <= event["time"] <= when]
+        return replace(outcome, told=(first, *its), back=when)
 
     # ---- waiting
 
-    def _is_calm(self) -> bool:
-        """Nothing is lost, and a whole step is behind the last event, or the start of the driver."""
+    def _is_calm(self, fault: Fault) -> bool:
+        """Nothing is lost but what has a fault under way, and a whole step is behind the last event, or the start."""
         self._watcher.look()
         steps, events = self._watcher.steps_since, self._watcher.events
         has_begun = len(steps(self._watcher.began)) > 1  # the first push is of the weights that it begins with
-        return has_begun and not self._watcher.lost() and bool(steps(events[-1]["time"] if events else 0.0))
+        away = {outcome.subject for outcome in self._open} if fault.kind in BESIDE else set[str]()
+        is_whole = away.issuperset(self._watcher.lost())
+        return has_begun and is_whole and bool(steps(events[-1]["time"] if events else 0.0))
 
     def _in_phase(self, fault: Fault) -> Moment | None:
         """Where the run is, if the phase has begun just now."""

@@ -66,6 +66,11 @@ KINDS: Mapping[str, Kind] = {
     "external_killed": Kind(("engine 2",), (GENERATE, TRAIN, SAVE), _LOST, "engine_back", 120),
 }
 """By name. A kind whose run lacks what it strikes is not drawn (`kinds_of`)."""
+BESIDE = frozenset(
+    {"router_killed", "router_stopped", "router_port_taken", "trainer_killed", "manager_killed"}
+    | {"reward_raises", "reward_slow", "reward_hangs", "request_fails"}
+)
+"""Kinds that are done also while an engine is on its way back: nothing of the run says then that it is the engine's."""
 EXTERNAL = "external_killed"
 _EXTERNAL_FLAG = "rollout_external_engine_addrs"
 

@@ -147,6 +147,9 @@ def returned(fault: Fault, subject: str, first: Event, told: Sequence[Event], wa
         its = event["kind"] == back and is_of(event, kind.named or subject)
         if its and is_over and event["time"] >= first["time"]:
             return float(event["time"])
+        if event["kind"] == "driver_died" and event["time"] > first["time"]:  # all of it was started anew
+            steps = watcher.steps_since(event["time"])
+            return steps[0] if steps else None
     return None
 
 

@@ -114,6 +114,11 @@ class Workspace:
             write_text("--out", path, json.dumps(wanted))
         return int(json.loads(path.read_text()))
 
+    def note(self, line: str) -> None:
+        """Append one to the injector's log."""
+        with self.injected.open("a") as log:
+            log.write(line + "\n")
+
     def strikes(self) -> list[dict[str, Any]]:
         """The injector's log: strikes that were waited for, and what became of each."""
         return _lines(self.injected)
