@@ -34,9 +34,10 @@ from slime.entry.arguments import GROUPS  # noqa: E402
 from slime.files.checkpoints import rollouts_done  # noqa: E402
 from slime.files.storage import reported, write_text  # noqa: E402
 from tools.soaking import ledger  # noqa: E402
-from tools.soaking.injector import Injector, Outcome, OverError  # noqa: E402
-from tools.soaking.plan import KINDS, kinds_of  # noqa: E402
-from tools.soaking.processes import Run  # noqa: E402
+from tools.soaking.external import External, free_port  # noqa: E402
+from tools.soaking.injector import Injector, Outcome  # noqa: E402
+from tools.soaking.plan import EXTERNAL, kinds_of  # noqa: E402
+from tools.soaking.processes import OverError, Run  # noqa: E402
 from tools.soaking.running import Running, TimeUpError  # noqa: E402
 from tools.soaking.watching import Watcher  # noqa: E402
 from tools.soaking.workspace import Workspace  # noqa: E402
@@ -90,9 +91,16 @@ def soak(options: argparse.Namespace) -> int:
 def strike_all(place: Workspace, kinds: list[str], deadline: float) -> None:
     """Inject what is left of the plan; TimeUpError where the shard ends before."""
     watcher = Watcher(place.run_dir)
-    with running_in(place, place.command(place.run_dir)) as running:
+    with contextlib.ExitStack() as stack:
+        external = None
+        if EXTERNAL in kinds:
+            log, port = place.directory / "external.log", free_port()
+            external = stack.enter_context(External(place.directory / "model", log, place.run_dir, port))
+            external.wait_until_it_answers()
+        command = place.command(place.run_dir, external=None if external is None else external.address)
+        running = stack.enter_context(running_in(place, command, external))
         run = Run(running.pid, place.run_dir, place.seed)
-        injector = Injector(run, watcher, place.switches, lambda: running.check(deadline))
+        injector = Injector(run, watcher, place.switches, lambda: running.check(deadline), external)
         try:
             while left := place.left(kinds):
                 for mended in injector.settled():
@@ -146,9 +154,9 @@ def conclude(place: Workspace, num_rollout: int) -> int:
 
 
 @contextlib.contextmanager
-def running_in(place: Workspace, command: list[str]) -> Iterator[Running]:
+def running_in(place: Workspace, command: list[str], external: External | None = None) -> Iterator[Running]:
     """Within, a run goes on; afterwards it is ended, and what was left of it all the same is noted, and killed."""
-    running = Running(command, place.log)
+    running = Running(command, place.log, tuple if external is None else external.processes)
     try:
         with running:
             yield running
@@ -170,7 +178,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--shard-minutes", type=float, default=25, help="after which it ends, to go on later; default: %(default)s"
     )
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), metavar="KIND", help="these alone; default: all")
+    parser.add_argument("--kinds", nargs="+", choices=kinds_of(_options()), metavar="KIND", help="these alone; default: all")
     options = parser.parse_args()
     if options.faults < 1 or options.seed < 0 or 60 * options.shard_minutes <= 2 * _END_S:
         parser.error(f"--faults must be above 0, --seed not negative, and a shard longer than {_END_S / 30:g} minutes")

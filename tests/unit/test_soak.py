@@ -23,9 +23,9 @@ from slime.observability import events
 from slime.processes import kernel
 from tests.waiting import wait_for
 from tools.soaking import hooks, injector, ledger, processes
-from tools.soaking.injector import Injector, OverError, listening_at
+from tools.soaking.injector import Injector, listening_at
 from tools.soaking.plan import EXTERNAL, KINDS, LEAST, PHASES, Fault, draw, draw_kinds, kinds_of
-from tools.soaking.processes import Run, limit_files, strike
+from tools.soaking.processes import OverError, Run, limit_files, strike
 from tools.soaking.running import Running, TimeUpError
 from tools.soaking.watching import Lines, Watcher, noticed, returned, unexplained
 from tools.soaking.workspace import Workspace
@@ -62,7 +62,7 @@ def test_external_engines_are_struck_only_where_a_run_can_have_them() -> None:
 def test_kinds_are_told_of_by_events_that_the_run_has() -> None:
     for name, kind in KINDS.items():
         assert set(kind.told) <= set(events.KINDS), name
-        assert kind.back == "step" or kind.back in events.KINDS, name
+        assert kind.back in {"step", "join", *events.KINDS}, name
         assert kind.phases
         assert set(kind.phases) <= set(PHASES), name
 
@@ -105,7 +105,8 @@ def test_a_run_that_has_saved_goes_on_from_there(tmp_path: Path) -> None:
     assert "--load" not in place.command(place.run_dir)
     (place.run_dir / "iter_0000004").mkdir(parents=True)
     (place.run_dir / "latest_checkpointed_iteration.txt").write_text("4")
-    command = place.command(place.run_dir, 9)
+    command = place.command(place.run_dir, 9, "127.0.0.1:4711")
+    assert command[command.index("--rollout-external-engine-addrs") + 1] == "127.0.0.1:4711"
     assert command[command.index("--load") + 1] == str(place.run_dir)
     assert command[command.index("--num-rollout") + 1] == "9"
     assert f"{place.run_dir}/hf_{{rollout_id}}" in command
@@ -276,6 +277,12 @@ def test_what_is_lost_is_so_until_it_is_back(tmp_path: Path) -> None:
             told.write(json.dumps(event(kind, subject, 1.0)) + "\n")
         watcher.look()
         assert watcher.lost() == lost
+    watcher.forget("engine 1")
+    assert watcher.lost() == [], "another has taken its place"
+    with file.open("a") as told:
+        told.write(json.dumps(event("engine_died", "engine 1", 1.0)) + "\n")
+    watcher.look()
+    assert watcher.lost() == ["engine 1"], "of that name in another life of the driver"
     assert Watcher(tmp_path).lost() == [], "of the shard before"
 
 

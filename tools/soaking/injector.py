@@ -14,8 +14,9 @@ from typing import Any
 
 from slime.processes.kernel import Process
 from tools.soaking import hooks
-from tools.soaking.plan import ANY, BESIDE, KINDS, Fault
-from tools.soaking.processes import Run, limit_files, strike
+from tools.soaking.external import External
+from tools.soaking.plan import ANY, BESIDE, EXTERNAL, KINDS, Fault
+from tools.soaking.processes import OverError, Run, limit_files, strike
 from tools.soaking.watching import Event, Lines, Moment, Watcher, noticed, returned, wait_for
 
 _POLL_S = 0.005
@@ -27,10 +28,6 @@ _LONGEST_DEPTH_S = 3.0
 _CALM_S, _PHASE_S, _BACK_S = 300.0, 180.0, 300.0
 """Until a run is ready for the next fault; until it comes to a phase; until all is well again after a fault."""
 _SWITCH_S = 30.0
-
-
-class OverError(Exception):
-    """The run has ended, or stands still, as the message says."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +66,17 @@ class Outcome:
 class Injector:
     """Strikes one run."""
 
-    def __init__(self, run: Run, watcher: Watcher, switches: Path, check: Callable[[], None]) -> None:
-        """``check``, called all the time, raises OverError where the run has ended, or what else is to end a wait."""
+    def __init__(
+        self,
+        run: Run,
+        watcher: Watcher,
+        switches: Path,
+        check: Callable[[], None],
+        external: External | None = None,
+    ) -> None:
+        """``check``, called all the time, raises OverError where the run has ended, or what else is to end a wait.
+        ``external`` is the run's external engine, if it has one."""
+        self._external = external
         self._run, self._watcher, self._switches, self._check = run, watcher, switches, check
         self._open: list[Outcome] = []
         """Engines' faults that were told of: the run goes on without the engine until it is back."""
@@ -107,6 +113,11 @@ class Injector:
         elif KINDS[fault.kind].back == "engine_back":
             self._open.append(replace(outcome, told=(first,)))
             done = None
+        elif fault.kind == EXTERNAL:
+            assert self._external is not None
+            self._external.join_again()
+            self._watcher.forget(outcome.subject)
+            done = replace(outcome, told=(first,), back=time.time())
         else:
             told = replace(outcome, told=(first,))
             what = f"{outcome.subject} to be well again after {fault.kind}"
@@ -179,6 +190,9 @@ class Injector:
         """Do it; whom it has struck, or None where there was nobody to strike."""
         name, _, what = fault.kind.rpartition("_")
         signals = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+        if fault.kind == EXTERNAL:
+            name = None if self._external is None else self._external.name()
+            return name if self._external is not None and name and self._external.kill() else None
         if fault.kind == "engine_killed_in_push":
             return self._signal(fault, self._run.server(fault.subject), signal.SIGKILL)
         if fault.kind == "engine_killed_as_it_starts":

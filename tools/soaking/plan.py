@@ -27,7 +27,8 @@ class Kind:
         phases: of a step in which it is done.
         told: kinds of events by which the run tells that it has noticed.
         back: the kind of event by which it tells that all is well again, for one that has a line of its own for that;
-            a kind of ``told`` whose line is written when it is; or "step": the next step that is complete.
+            a kind of ``told`` whose line is written when it is; "step": the next step that is complete; or "join": it
+            was started again by who owns it, was added to the run, and serves.
         within: seconds from the strike in which the run has to notice it; one that is not told of has not bitten.
         cause: a regular expression for the event's cause, where the same kind of event has other causes too.
         phase: one for its phase, where the fault is about that.
@@ -63,7 +64,7 @@ KINDS: Mapping[str, Kind] = {
     "reward_hangs": Kind((ANY,), (GENERATE,), ("reward_failed",), "step", cause="took longer"),
     "request_fails": Kind((ANY,), (GENERATE,), ("request_failed",), "step", cause="the request was lost"),
     "disk_full": Kind(_TRAINERS, (TRAIN,), ("save_failed",), "step", named="the trainers"),
-    "external_killed": Kind(("engine 2",), (GENERATE, TRAIN, SAVE), _LOST, "engine_back", 120),
+    "external_killed": Kind(("the external engine",), (GENERATE, TRAIN, SAVE), _LOST, "join", 120),
 }
 """By name. A kind whose run lacks what it strikes is not drawn (`kinds_of`)."""
 BESIDE = frozenset(
@@ -72,7 +73,7 @@ BESIDE = frozenset(
 )
 """Kinds that are done also while an engine is on its way back: nothing of the run says then that it is the engine's."""
 EXTERNAL = "external_killed"
-_EXTERNAL_FLAG = "rollout_external_engine_addrs"
+EXTERNAL_OPTION = "rollout_external_engine_addrs"
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Fault:
 
 def kinds_of(options: Collection[str]) -> list[str]:
     """The kinds that can be injected into runs of a slime with these options."""
-    return [name for name in KINDS if name != EXTERNAL or _EXTERNAL_FLAG in options]
+    return [name for name in KINDS if name != EXTERNAL or EXTERNAL_OPTION in options]
 
 
 def draw_kinds(seed: int, count: int, kinds: Sequence[str] = tuple(KINDS)) -> list[str]:

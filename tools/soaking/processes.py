@@ -19,6 +19,10 @@ _DRIVER = "train.py"
 _LOG_END = 1 << 20
 
 
+class OverError(Exception):
+    """The run has ended, or stands still, as the message says."""
+
+
 class Run:
     """The processes below ``launcher``, of the run whose directory is ``run_dir``; None where one is not there now."""
 

@@ -13,8 +13,7 @@ from types import TracebackType
 
 from slime.processes import kernel
 from tools.quickstart import ROOT
-from tools.soaking.injector import OverError
-from tools.soaking.processes import command_line, tail_of
+from tools.soaking.processes import OverError, command_line, tail_of
 from tools.soaking.watching import wait_for
 
 _END_S = 120.0
@@ -27,7 +26,11 @@ _SHOWN = 3000
 class Running:
     """The program that starts a run, and starts it again; as a context manager it is ended with the block."""
 
-    def __init__(self, command: Sequence[str], log: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], log: Path, others: Callable[[], Sequence[kernel.Process]] = tuple
+    ) -> None:
+        """``others`` are processes below this one that are none of the run's."""
+        self._others = others
         kernel.adopt_orphans()
         self._before = set(kernel.below([os.getpid()], kernel.running().values()))
         self._log, self.left = log, list[str]()
@@ -77,7 +80,7 @@ class Running:
     def _below(self) -> list[kernel.Process]:
         _reap(self._launcher)
         now = kernel.below([os.getpid()], kernel.running().values())
-        known = {(process.pid, process.started) for process in self._before}
+        known = {(process.pid, process.started) for process in (*self._before, *self._others())}
         return [process for process in now if (process.pid, process.started) not in known]
 
 

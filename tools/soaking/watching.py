@@ -81,6 +81,8 @@ class Watcher:
         self._moment = Moment("", -1, 0.0, 0.0)
         self.pushes: list[tuple[float, float]] = []
         """Begin and end of each push that was complete."""
+        self._forgotten: dict[str, int] = {}
+        """How many events there were when each was forgotten."""
         self.began = time.time()
         self.look()
         self._first = len(self.events)
@@ -103,13 +105,17 @@ class Watcher:
                 self._moment = Moment(phase, where, end, self._lasted.get(phase, 0.0))
         return self._moment
 
+    def forget(self, subject: str) -> None:
+        """That an engine that was lost is not to come back by this name."""
+        self._forgotten[subject] = len(self.events)
+
     def lost(self) -> list[str]:
         """Engines and routers that were lost, in the life of this driver, and are not back."""
         last: dict[str, str] = {}
-        for event in self.events[self._first :]:
+        for number, event in enumerate(self.events[self._first :], self._first):
             if event["kind"] == "driver_died":
                 last = {}
-            elif event["kind"].startswith(_COME_BACK):
+            elif event["kind"].startswith(_COME_BACK) and number >= self._forgotten.get(event["subject"], 0):
                 last[event["subject"]] = event["kind"]
         return sorted(subject for subject, kind in last.items() if kind.endswith(_LOST))
 

@@ -18,7 +18,7 @@ from slime.files.checkpoints import rollouts_done
 from slime.files.storage import write_text
 from tools.quickstart import ROOT
 from tools.soaking import hooks
-from tools.soaking.plan import Fault, draw, draw_kinds
+from tools.soaking.plan import EXTERNAL_OPTION, Fault, draw, draw_kinds
 
 _MODEL = ("--num-layers", "2", "--hidden-size", "64")
 _ENDLESS = 1_000_000
@@ -141,9 +141,9 @@ class Workspace:
 
     # ---- its runs
 
-    def command(self, run_dir: Path, num_rollout: int | None = None) -> list[str]:
+    def command(self, run_dir: Path, num_rollout: int | None = None, external: str | None = None) -> list[str]:
         """The words that start a run, or go on with it, to its ``num_rollout``-th rollout or until it is stopped, and
-        again when it fails."""
+        again when it fails; with the address of an external engine, if it has one."""
         flags = _FLAGS | {
             "hf-checkpoint": self.directory / "model",
             "prompt-data": self.directory / "data" / "train.jsonl",
@@ -155,6 +155,8 @@ class Workspace:
             "seed": self.seed,
             "rollout-seed": self.seed,
         }
+        if external is not None:
+            flags[EXTERNAL_OPTION.replace("_", "-")] = external
         if num_rollout is not None:
             flags["save-hf"] = f"{run_dir}/hf_{{rollout_id}}"
         if run_dir == self.reference_dir:
