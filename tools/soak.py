@@ -178,7 +178,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--shard-minutes", type=float, default=25, help="after which it ends, to go on later; default: %(default)s"
     )
-    parser.add_argument("--kinds", nargs="+", choices=kinds_of(_options()), metavar="KIND", help="these alone; default: all")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=kinds_of(_options()), metavar="KIND", help="these alone; default: all"
+    )
     options = parser.parse_args()
     if options.faults < 1 or options.seed < 0 or 60 * options.shard_minutes <= 2 * _END_S:
         parser.error(f"--faults must be above 0, --seed not negative, and a shard longer than {_END_S / 30:g} minutes")
