@@ -102,11 +102,11 @@ def strike_all(place: Workspace, kinds: list[str], deadline: float) -> None:
         run = Run(running.pid, place.run_dir, place.seed)
         injector = Injector(run, watcher, place.switches, lambda: running.check(deadline), external)
         try:
-            while left := place.left(kinds):
+            while place.left(kinds):
                 for mended in injector.settled():
                     note(place, mended, kinds)
                 in_haste = time.monotonic() > deadline - _LATE_S
-                if (fault := injector.choose(left, in_haste)) is None:
+                if (fault := injector.choose(place.left(kinds), in_haste)) is None:
                     time.sleep(_POLL_S)
                 elif (outcome := injector.inject(fault)) is not None:
                     note(place, outcome, kinds)
