@@ -27,7 +27,7 @@ from tools.soaking.injector import Injector, listening_at
 from tools.soaking.plan import EXTERNAL, KINDS, LEAST, PHASES, Fault, draw, draw_kinds, kinds_of
 from tools.soaking.processes import OverError, Run, limit_files, strike
 from tools.soaking.running import Running, TimeUpError
-from tools.soaking.watching import Lines, Watcher, noticed, returned, unexplained
+from tools.soaking.watching import Lines, Watcher, noticed, returned
 from tools.soaking.workspace import Workspace
 
 NUM_GPUS = 0
@@ -335,9 +335,28 @@ def test_all_is_well_again_when_the_run_says_so(tmp_path: Path) -> None:
     assert returned(fault("driver_killed"), "the driver", told, [told], watcher) == 152
 
 
-def test_events_that_nobody_has_caused_are_found() -> None:
-    told = [event("engine_died", "engine 1", when) for when in (9, 10, 15, 20, 21)]
-    assert [one["time"] for one in unexplained(told, [(10, 15), (20, 20)])] == [9, 21]
+@pytest.mark.parametrize(
+    ("told", "is_it"),
+    [
+        (event("engine_died", "engine 1", 101), True),
+        (event("engine_back", "engine 1", 120), True),
+        (event("engine_hangs", "engine 1", 149), True),
+        (event("engine_hangs", "engine 1", 151), False),
+        (event("engine_hangs", "engine 1", 99), False),
+        (event("engine_hangs", "engine 0", 110), False),
+        (event("router_died", "router", 110), False),
+        (event("driver_died", "the driver", 205), True),
+        (event("save_failed", "the trainers", 203), True),
+        (event("driver_died", "the driver", 105), False),
+    ],
+)
+def test_events_that_nobody_has_caused_are_found(told: dict[str, Any], is_it: bool) -> None:
+    strikes = [
+        {"kind": "engine_killed", "subject": "engine 1", "struck": 100.0, "back_s": 20.0},
+        {"kind": "disk_full", "subject": "trainer 1", "struck": 200.0, "back_s": None},
+    ]
+    _, good, figures = ledger.explained([told], strikes)
+    assert (good, figures.startswith(f"1 events, {int(not is_it)} others")) == (is_it, True)
 
 
 # ---- hooks

@@ -10,10 +10,13 @@ from typing import Any
 
 from slime.observability import events
 from tools.soaking.plan import KINDS
-from tools.soaking.watching import Event, unexplained
+from tools.soaking.watching import Event, is_of
 from tools.soaking.workspace import PROMPTS, SAMPLES
 
 _PARTS = ("trained", "dropped", "buffered", "in_flight")
+_FOLLOWS = {("disk_full", "driver_died")}
+"""What happens after a fault to others than those whom it strikes."""
+_CLOCKS_S = 0.5
 _UNTIL_CALM_S = 30.0
 """After a fault is mended its last echoes may be told of: a request that was sent again, a start that was late."""
 Check = tuple[str, bool, str]
@@ -70,10 +73,17 @@ def weights(ours: Path, theirs: Path) -> Check:
 
 def explained(told: Sequence[Event], strikes: Sequence[dict[str, Any]]) -> Check:
     """Whether the run told of nothing that nobody has done to it."""
-    spans = [(s["struck"], s["struck"] + (s["back_s"] or KINDS[s["kind"]].within) + _UNTIL_CALM_S) for s in strikes]
-    others = list(unexplained(told, spans))
+    others = [event for event in told if not any(_may_be_of(event, strike) for strike in strikes)]
     first = "".join(f"; {event['kind']} {event['subject']}: {event['cause'][:100]}" for event in others[:3])
     return "every event is of a fault that was injected", not others, f"{len(told)} events, {len(others)} others{first}"
+
+
+def _may_be_of(event: Event, strike: dict[str, Any]) -> bool:
+    """Whether an event is about whom a strike was at, or about what follows from it, and in its time."""
+    kind = KINDS[strike["kind"]]
+    ends = strike["struck"] + (strike["back_s"] or kind.within) + _UNTIL_CALM_S
+    its = is_of(event, kind.named or strike["subject"]) or (strike["kind"], event["kind"]) in _FOLLOWS
+    return its and strike["struck"] - _CLOCKS_S <= event["time"] <= ends
 
 
 def samples_of(run_dir: Path, num_rollout: int) -> Iterator[list[dict[str, Any]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,10 +167,3 @@ def wait_for(condition: Callable[[], Any], seconds: float, poll: float = 0.05) -
             return None
         time.sleep(poll)
     return value
-
-
-def unexplained(told: Sequence[Event], spans: Sequence[tuple[float, float]]) -> Iterator[Event]:
-    """The events of a run in no span of time, from a strike until all was well again, of an injected fault."""
-    for event in told:
-        if not any(begin - _CLOCKS_S <= event["time"] <= end + _CLOCKS_S for begin, end in spans):
-            yield event
