@@ -77,6 +77,8 @@ class Injector:
         """``check``, called all the time, raises OverError where the run has ended, or what else is to end a wait.
         ``external`` is the run's external engine, if it has one."""
         self._external = external
+        self._external_name: str | None = None
+        """As the run calls it, when it was looked for last."""
         self._run, self._watcher, self._switches, self._check = run, watcher, switches, check
         self._open: list[Outcome] = []
         """Engines' faults that were told of: the run goes on without the engine until it is back."""
@@ -99,6 +101,8 @@ class Injector:
         OverError where the run ends, or does not come that far within generous limits.
         """
         self._wait(lambda: self._is_calm(fault), _CALM_S, "a whole step without a fault")
+        if fault.kind == EXTERNAL and self._external is not None:
+            self._external_name = self._external.name()  # before the phase begins: the run is asked for it
         moment = self._wait(lambda: self._in_phase(fault), _PHASE_S, f"the phase {fault.phase!r}")
         time.sleep(fault.depth * min(moment.lasted, _LONGEST_DEPTH_S))
         seen, struck = f"{fault.phase} of {moment.rollout}", time.time()
@@ -191,8 +195,7 @@ class Injector:
         name, _, what = fault.kind.rpartition("_")
         signals = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
         if fault.kind == EXTERNAL:
-            name = None if self._external is None else self._external.name()
-            return name if self._external is not None and name and self._external.kill() else None
+            return self._external_name if self._external is not None and self._external.kill() else None
         if fault.kind == "engine_killed_in_push":
             return self._signal(fault, self._run.server(fault.subject), signal.SIGKILL)
         if fault.kind == "engine_killed_as_it_starts":
