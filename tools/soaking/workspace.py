@@ -59,7 +59,7 @@ _FLAGS: dict[str, Any] = {
     "reward-timeout": 4,
     "train-timeout": 30,
     "weight-update-timeout": 45,
-    "checkpoint-timeout": 150,
+    "checkpoint-timeout": 90,
     "request-timeout": 60,
     "rollout-timeout": 300,
 }
