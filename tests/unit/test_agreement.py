@@ -57,6 +57,16 @@ def test_ranks_agree_that_all_is_well(ranks: Ranks) -> None:
         assert together(ranks, lambda each: each.settle(None, 60)) == [None] * RANKS
 
 
+def test_the_first_rank_knows_what_each_has_said_beside(ranks: Ranks) -> None:
+    for push in range(3):
+        assert together(ranks, lambda each: each.settle(None, 60)) == [None] * RANKS
+        together(ranks, lambda each, push=push: each.settle(None, 60, f"{push} of {each._rank}"))  # type: ignore[misc]
+        assert ranks[0].words == {rank: f"{push} of {rank}" for rank in range(RANKS)}
+        for each in ranks:
+            each.begin()
+    assert [each.words for each in ranks[1:]] == [{}, {}]
+
+
 @pytest.mark.parametrize("failing", range(RANKS))
 def test_every_rank_hears_of_a_failure(ranks: Ranks, failing: int) -> None:
     own = ValueError("no room")
