@@ -108,7 +108,8 @@ def test_an_engine_joins_between_two_rollouts_serves_the_new_weights_and_leaves(
     run_driver_file(_JOINS, workspace, line, "joins")
     assert series(run_dir, "rollout/engines_alive") == [1, 2, 1]
     asked = calls_of(run_dir, 1)
-    assert asked.count("/generate") == 8, "half of the second rollout's 16 samples"
+    probed = asked.count("/continue_generation")
+    assert asked.count("/generate") == 8 + probed, "half of the second rollout's 16 samples, and a probe a push"
     assert asked.index("/generate") > asked.index("/continue_generation") > asked.index("/update_weight_version")
     # Those of its own files, which it started from, are of no version.
     assert [versions_of(run_dir, rollout_id) for rollout_id in range(3)] == [{"0"}, {"1"}, {"2"}]

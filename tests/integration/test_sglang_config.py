@@ -56,8 +56,9 @@ def test_engines_of_two_sizes_beside_trainers_and_apart_get_the_same_weights(tmp
     beside, apart = (calls_of(run_dir, rank) for rank in range(2))
     assert (_TENSOR in beside, _DISTRIBUTED in beside) == (True, False)
     assert (_TENSOR in apart, _DISTRIBUTED in apart) == (False, True)
-    assert beside.count("/generate") == apart.count("/generate") == 16, "each half of the samples"
     assert beside.count("/continue_generation") == apart.count("/continue_generation") == _ROLLOUTS + 1
+    halves = 16 + _ROLLOUTS + 1
+    assert beside.count("/generate") == apart.count("/generate") == halves, "of the samples; and each push is probed"
 
 
 def test_responses_go_on_where_their_prompts_were_not_computed(tmp_path: Path) -> None:
