@@ -74,7 +74,6 @@ wanted_state() { # MODE PYTHON
 pip_install() { # LABEL PIP_ARGUMENT...
     local label=$1 start=$SECONDS pip
     shift
-    # Of tens of thousands of modules a run imports few: Python compiles these when it first does, which costs less.
     "$venv/bin/python" -m pip install --no-compile --quiet --disable-pip-version-check "$@" >>"$log" 2>&1 &
     pip=$!
     trap 'kill "$pip" 2>/dev/null; exit 130' INT # of itself it would go on
@@ -115,6 +114,13 @@ install_packages_for_cuda_12() {
         --extra-index-url "${SLIME_SGLANG_INDEX:-https://docs.sglang.ai/whl/cu129/}"
 }
 
+compile_modules() { # pip itself does it one after the other. Later, where Python may not write, each process would.
+    local start=$SECONDS
+    # Some packages bring templates, and modules of other Pythons, which are not to be compiled.
+    "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >/dev/null 2>&1 || true
+    say "compiled modules ($((SECONDS - start)) s)"
+}
+
 mode=${1:-auto}
 case $mode in
     auto) mode=$(detected) || exit 1 ;;
@@ -138,5 +144,6 @@ rm -f "$stamp"
 say "$mode, $("$venv/bin/python" -V), into $venv (a few minutes; log: $log)"
 if [ "$mode $SLIME_CUDA" = "cuda 12.9" ]; then install_packages_for_cuda_12; else install_packages; fi
 pip_install slime --no-deps -e .
+compile_modules
 echo "$state" >"$stamp"
 say "done: $venv"

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -68,6 +69,27 @@ def test_log_probs_are_those_of_the_model_and_seeds_decide_the_tokens(service: S
     assert [r["output_ids"] for r in again] == [r["output_ids"] for r in replies]
     one_prompt = generate_all(service, [prompts[0]] * 4, [1, 2, 3, 4])
     assert len({tuple(r["output_ids"]) for r in one_prompt}) == 4
+
+
+def test_seeds_decide_the_tokens_beside_probes_too(service: Service) -> None:
+    """A greedy request in their batch would have them drawn from sorted probabilities, which gives other tokens."""
+    prompts, seeds = [[2 + i, 7, 9] for i in range(8)], list(range(8))
+    alone = generate_all(service, prompts, seeds)
+    over = threading.Event()
+
+    def probe() -> int:
+        count = 0
+        while not over.is_set():
+            count += len(service.control.score([5, 6, 7])) == 2
+        return count
+
+    with ThreadPoolExecutor(1) as pool:
+        probing = pool.submit(probe)
+        beside = [generate_all(service, prompts, seeds) for _ in range(3)]
+        over.set()
+        assert probing.result(60) >= 3
+    for replies in beside:
+        assert [reply["output_ids"] for reply in replies] == [reply["output_ids"] for reply in alone]
 
 
 def test_a_prompt_that_is_too_long_is_refused_at_once(service: Service) -> None:

@@ -4,7 +4,6 @@ Python, pip and micromamba have stand-ins: nothing is downloaded.
 """
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -154,7 +153,7 @@ def test_the_layer_of_an_image_that_installs_has_what_the_script_reads(
             (shutil.copytree if (ROOT / source).is_dir() else shutil.copy)(ROOT / source, target)
     assert (checkout.root / "slime" / "__init__.py").exists()  # for the editable installation to find the package
     assert sorted(path.name for path in checkout.root.rglob("*.py")) == ["__init__.py", "setup.py"]
-    assert re.match(r"(#.*\n)*RUN python -m compileall .*\nCOPY \. \.\n", after)
+    assert after.startswith("COPY . .\n")
     result = checkout.run(mode)
     assert result.returncode == 0, result.stderr
 

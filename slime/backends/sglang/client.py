@@ -189,8 +189,10 @@ class EngineControl:
         """Log-probs, at temperature 1, of all of some tokens but the first one; with the ``adapter`` of `load_adapter`.
         The engine must not be paused."""
         body: dict[str, Any] = {"input_ids": list(tokens), "return_logprob": True, "logprob_start_len": 0}
-        # One token is made and dropped, the likeliest: of none, SGLang 0.5.17 was seen to answer nothing.
-        body |= {"sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+        # One token is made and dropped: of none, SGLang 0.5.17 was seen to answer nothing. It is drawn from all: a
+        # request that is greedy, or has a top-k of its own, has the others of its batch drawn in another way, which
+        # makes other tokens of the same seeds.
+        body |= {"sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}}
         reply = self._post("/generate", body | ({"lora_path": ADAPTER} if adapter else {}), key=self._generate_key)
         of_tokens = reply["meta_info"]["input_token_logprobs"]
         return [float("nan") if of_token[0] is None else float(of_token[0]) for of_token in of_tokens[1:]]
