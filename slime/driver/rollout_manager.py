@@ -13,7 +13,6 @@ from itertools import chain
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.backends.sglang.router import KEY_VARIABLES, RouterKeys
 from slime.data import Group, Sample
@@ -29,7 +28,7 @@ from slime.observability import logs
 from slime.observability.trace import span
 from slime.options.rollout import DEFAULT_ROLLOUT, generates_itself
 from slime.options.training import check_schedule
-from slime.ray.cluster import actor_environment, as_actor, enter_actor
+from slime.ray.cluster import actor_environment, as_actor, enter_actor, on_this_host
 from slime.rollout.base_types import train_output
 from slime.rollout.batches.debug_data import check_recorded, load_samples, save_evaluation, save_samples
 from slime.rollout.batches.metrics import accounting, sample_metrics
@@ -299,8 +298,7 @@ def create_manager(args: argparse.Namespace, api_keys: tuple[str, str] | None, m
     """The rollout manager, on the driver's host: there are the files that the driver has checked."""
     running = bool(models) and args.sglang_router_ip is not None
     running_keys = tuple(os.environ.get(name) if running else None for name in KEY_VARIABLES)
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options = {"num_cpus": 0, "runtime_env": actor_environment(), "scheduling_strategy": here}
+    options = {"runtime_env": actor_environment(), **on_this_host()}
     overlap = args.async_buffer_size + 2 if args.asynchronous and rollouts_overlap(args) else 1
     # Of routers two: while one waits for a router to find an engine healthy, the other takes that away if it dies.
     threads = {ROLLOUTS: overlap, EVALUATION: 1, ROUTERS: 2}

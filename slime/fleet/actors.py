@@ -6,13 +6,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from slime.fleet.external import Keys
 from slime.fleet.placement import Placement, Slot
 from slime.fleet.spec import EngineSpec
-from slime.ray.cluster import actor_environment, as_actor, worker_options
+from slime.ray.cluster import actor_environment, as_actor, on_this_host, worker_options
 from slime.ray.engine_actor import EXAMINATION, EngineActor, EngineNode, EnginePlan, ExternalPlan
 
 
@@ -33,8 +30,7 @@ class ActorMaker:
         plan: EnginePlan | ExternalPlan
         where = {"runtime_env": actor_environment(self._placement.interface())}
         if spec.urls:
-            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            options: dict[str, Any] = {**where, "num_cpus": 0, "scheduling_strategy": here}
+            options: dict[str, Any] = {**where, **on_this_host()}
             its_args = spec.options(worker_options(self._args))
             plan = ExternalPlan(its_args, rank, spec.urls[0], self.keys_of(spec), spec.model.called("engine"))
         else:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.files.storage import why_no_directory
 from slime.observability import events, logs, trace
@@ -150,6 +151,12 @@ def actor_environment(extra: dict[str, str] | None = None) -> dict[str, Any]:
     # Slots are placed by us, from the placement group's probe; Ray must not hide the other GPUs of an engine.
     variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
     return {"env_vars": variables | (extra or {})}
+
+
+def on_this_host() -> dict[str, Any]:
+    """Ray's options of an actor that takes no slot, and is on the host of whoever makes it."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return {"num_cpus": 0, "scheduling_strategy": here}
 
 
 def worker_options(args: argparse.Namespace) -> argparse.Namespace:

@@ -205,7 +205,7 @@ def external(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, kind: str = "reg
     monkeypatch.setattr(fleet_engines, "described", described)
     monkeypatch.setattr(fleet_engines, "given_keys", lambda args: None)
     vars(cluster.engines._args).update(num_gpus_per_node=8, update_weight_transport="tensor", lora_sync="merged")
-    monkeypatch.setattr("slime.fleet.actors.ray.get_runtime_context", lambda: Namespace(get_node_id=lambda: "0" * 56))
+    monkeypatch.setattr("slime.ray.cluster.ray.get_runtime_context", lambda: Namespace(get_node_id=lambda: "0" * 56))
 
 
 def add(cluster: Cluster, url: str, start: Any = None) -> str:

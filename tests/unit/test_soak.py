@@ -12,6 +12,7 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -399,12 +400,13 @@ class _NoRun(Run):
         return None
 
 
-def test_where_nobody_is_to_strike_nothing_has_bitten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "trace").mkdir()
-    file = tmp_path / "trace" / "driver.jsonl"
-    watcher, count = Watcher(tmp_path), 0
-    watcher.began = 0.0
+def begun(run_dir: Path) -> tuple[Watcher, Callable[[], None]]:
+    """Watches a run that has pushed twice, and what is called while it is watched: the third time it trains."""
+    (run_dir / "trace").mkdir()
+    file = run_dir / "trace" / "driver.jsonl"
     file.write_text(span("push_weights", 10, 1, version=0) + span("push_weights", 12, 1, version=1))
+    watcher, count = Watcher(run_dir), 0
+    watcher.began = 0.0
 
     def check() -> None:
         nonlocal count
@@ -413,6 +415,11 @@ def test_where_nobody_is_to_strike_nothing_has_bitten(tmp_path: Path, monkeypatc
             with file.open("a") as trace:
                 trace.write(span("hand_over", 15, 0.5, rollout=1))
 
+    return watcher, check
+
+
+def test_where_nobody_is_to_strike_nothing_has_bitten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher, check = begun(tmp_path)
     struck = Injector(_NoRun(os.getpid(), tmp_path), watcher, tmp_path, check)
     outcome = struck.inject(Fault(4, "engine_killed", 1, "engine 0", "train", 0.0))
     assert not outcome.bit
@@ -436,19 +443,12 @@ class _OneServer(Run):
 
 
 def test_while_an_engine_is_away_other_faults_are_done_and_its_return_ends_it(tmp_path: Path) -> None:
-    (tmp_path / "trace").mkdir()
-    spans, told = tmp_path / "trace" / "driver.jsonl", tmp_path / "events.jsonl"
-    watcher = Watcher(tmp_path)
-    watcher.began, count = 0.0, 0
-    spans.write_text(span("push_weights", 10, 1, version=0) + span("push_weights", 12, 1, version=1))
+    told = tmp_path / "events.jsonl"
+    watcher, trains = begun(tmp_path)
 
     def check() -> None:
-        nonlocal count
-        count += 1
-        if count == 3:
-            with spans.open("a") as trace:
-                trace.write(span("hand_over", 15, 0.5, rollout=1))
-        elif child.poll() is not None and not told.exists():
+        trains()
+        if child.poll() is not None and not told.exists():
             told.write_text(json.dumps(event("engine_died", "engine 0", time.time())) + "\n")
 
     engine, other = Fault(0, "engine_killed", 0, "engine 0", "train", 0.0), fault("engine_stopped", "engine 1")
