@@ -15,6 +15,7 @@ import pytest
 from huggingface_hub import constants
 
 from slime.entry.arguments import parse_args
+from slime.observability import events, trace
 from slime.rollout import runtime as runtime_module
 from slime.rollout.engine import state
 from slime.rollout.runtime import RolloutRuntime
@@ -29,6 +30,13 @@ def log_level() -> Iterator[None]:
     """A conversion in this process sets it: the next test reads what a program tells by default."""
     yield
     logging.getLogger("slime").setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test begins to write of a run, the next one does not go on with."""
+    monkeypatch.setattr(events, "_log", None)
+    monkeypatch.setattr(trace, "_trace", None)
 
 
 @pytest.fixture(autouse=True)

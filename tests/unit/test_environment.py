@@ -142,7 +142,7 @@ def test_ray_shows_no_secret_of_the_hosts_switches(monkeypatch: pytest.MonkeyPat
     assert {"NCCL_DEBUG", "HF_TOKEN_PATH", "SGLANG_SAVE_KEY", "HF_HUB_DISABLE_IMPLICIT_TOKEN"} <= set(variables)
 
 
-def test_a_trainer_has_the_secrets_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_has_the_secrets_that_it_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And not by Ray, which shows the environment of its workers."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")  # so that it is put back
@@ -159,7 +159,7 @@ def test_a_trainer_has_the_secrets_that_it_is_given(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(train_group, "as_actor", lambda cls: Actor())
     slot = Slot(0, "node", None)
     wanted = {"OPENAI_API_KEY": "mine", "OMP_NUM_THREADS": 2}
-    args = Namespace(train_env_vars=wanted, wandb_key="s3cret", launch_dir="/nowhere", run_dir="/nowhere")
+    args = Namespace(train_env_vars=wanted, wandb_key="s3cret", launch_dir="/nowhere", run_dir=str(tmp_path))
     monkeypatch.setattr(logs, "begin", lambda *_: None)
     monkeypatch.setattr(trace, "begin", lambda *_: None)
     monkeypatch.setattr(Placement, "options", lambda *_, **__: {})

@@ -195,11 +195,11 @@ def test_a_server_whose_process_is_stopped_hangs_and_its_files_go(tmp_path: Path
     assert not alive(pid)
 
 
-def test_nobody_beats_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_beats_where_nobody_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(heartbeat, "_own", None)
     monkeypatch.delenv(heartbeat.DIRECTORY_VARIABLE, raising=False)
     heartbeat.begin()
     assert heartbeat.own() is None
-    monkeypatch.setenv(heartbeat.DIRECTORY_VARIABLE, "/nowhere")
+    monkeypatch.setenv(heartbeat.DIRECTORY_VARIABLE, str(tmp_path / "gone"))
     heartbeat.begin()
     assert heartbeat.own() is None, "a lost directory is no reason to end"
