@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from slime.driver.control.engine_requests import EngineRequests
 from slime.driver.data_side import DataSide
-from slime.driver.engine_requests import EngineRequests
 from slime.driver.pushes import Pushes
 from slime.observability.progress import say
 from slime.observability.trace import span

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -18,9 +17,10 @@ from slime.backends.sglang.router import KEY_VARIABLES, RouterKeys
 from slime.data import Group, Sample
 from slime.data.rows.dataset import data_warnings
 from slime.data.rows.tokenizer import probe_tokens
-from slime.data.source.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.data.source.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.data.source.prompts import as_groups, put_back
 from slime.data.source.rollout_context import rollout_context
+from slime.data.source.users_class import make_data_source, num_rollout, restore_source, source_state, state_by_value
 from slime.fleet.membership import Membership
 from slime.fleet.routers import Routers
 from slime.fleet.spec import ModelSpec
@@ -40,9 +40,8 @@ from slime.rollout.evaluation import eval_metrics, evaluation_output, load_eval_
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sglang_rollout import draw_first_groups, generate_groups
 from slime.rollout.user.hooks import accepted, logs_evaluation, logs_rollout
-from slime.utils.calls import parameters_of
-from slime.utils.errors import BadInputError, CancelledRolloutError, DeadlineError, SlimeError
-from slime.utils.misc import attribute_of, load_function
+from slime.utils.errors import CancelledRolloutError, DeadlineError, SlimeError
+from slime.utils.misc import load_function
 from slime.utils.user_functions import naming
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,6 @@ _CANCEL_S = 60.0
 """More than rollouts take to end: filters, then groups, then connections."""
 ROLLOUTS, EVALUATION, ROUTERS = "rollouts", "evaluation", "routers"
 """Ray's concurrency groups, threads of their own: a rollout under way keeps no other call from being answered."""
-_SOURCE_STATE, _SOURCE_CLASS = "data_source", "data_source_class"
 
 
 class RolloutManager:
@@ -222,7 +220,7 @@ class RolloutManager:
         self._end_work()
         self._drawn, self._made = {}, {}
         if type(self._data_source) in (RolloutDataSource, RolloutDataSourceWithBuffer):
-            self._data_source.load_state_dict((state or {}).get(_SOURCE_STATE, self._first_state[_SOURCE_STATE]))
+            self.restore(rollout_id, state or self._first_state)
             return
         if self._data_source is not None:
             self._data_source = make_data_source(self._args)
@@ -313,87 +311,3 @@ def _naming(flag: str, path: str) -> contextlib.AbstractContextManager[None]:
 def rollouts_overlap(args: argparse.Namespace) -> bool:
     """Whether several rollouts may be generated at the same time: users' functions are called for one at a time."""
     return args.rollout_function_path == DEFAULT_ROLLOUT and not args.load_debug_rollout_data
-
-
-def make_data_source(args: argparse.Namespace) -> Any:
-    """The run's data source, of the user's class where ``--data-source-path`` names one; one with a parameter
-    ``dataset`` is given that of ``--prompt-data``. BadInputError for a file or row that cannot be read, or where what
-    was made is not a data source; HookError where the user's class raised something else."""
-    flag, path = "--data-source-path", args.data_source_path
-    function = load_function(path, flag=flag)
-    dataset = [RolloutDataSource(args).dataset] if "dataset" in parameters_of(function) else []
-    with _naming(flag, path):
-        source = function(*dataset, args)
-    if not callable(attribute_of(source, "get_samples", None, f"{flag} {path}")):
-        raise BadInputError(
-            f"{flag} {path}: it must make an object with get_samples and add_samples, not {type(source).__name__}"
-        )
-    return source
-
-
-def state_by_value(source: Any) -> dict[str, Any] | None:
-    """All of the state of a data source; None of one of which a user's class keeps some by itself."""
-    if source is None:
-        return {}
-    if not isinstance(source, RolloutDataSource) or _has_own(source, "save"):
-        return None
-    return {_SOURCE_CLASS: _class_name(source), _SOURCE_STATE: source.state_dict()}
-
-
-def source_state(source: Any, rollout_id: int) -> dict[str, Any]:
-    """The state of a data source (None: there is none), and its class; a ``save`` of its own is called as well."""
-    if source is None:
-        return {}
-    state: dict[str, Any] = {_SOURCE_CLASS: _class_name(source)}
-    if isinstance(source, RolloutDataSource):
-        state[_SOURCE_STATE] = source.state_dict()
-    if _has_own(source, "save"):
-        with naming(f"{type(source).__name__}.save (--data-source-path)", passes=SlimeError):
-            source.save(rollout_id)
-    return state
-
-
-def restore_source(source: Any, rollout_id: int, state: dict[str, Any]) -> None:
-    """The inverse of `source_state`; BadInputError if the state is that of a class of another kind."""
-    if source is None:
-        return
-    if isinstance(source, RolloutDataSource) != (_SOURCE_STATE in state):
-        made_with = state.get(_SOURCE_CLASS, "no data source (--load-debug-rollout-data)")
-        raise BadInputError(
-            f"--load: the checkpoint was made with {made_with}, and --data-source-path is now {_class_name(source)}, "
-            f"which cannot go on from there: resume with the former"
-        )
-    if _SOURCE_STATE in state:
-        source.load_state_dict(state[_SOURCE_STATE])
-    if _has_own(source, "load"):
-        with naming(f"{type(source).__name__}.load (--data-source-path)", passes=SlimeError):
-            source.load(rollout_id)
-
-
-def _has_own(source: Any, method: str) -> bool:
-    return getattr(type(source), method, None) not in (None, getattr(DataSource, method))
-
-
-def _class_name(source: Any) -> str:
-    return f"{type(source).__module__}.{type(source).__qualname__}"
-
-
-def num_rollout(args: argparse.Namespace, data_source: Any) -> int:
-    """``--num-rollout``, or what ``--num-epoch`` makes of the prompts, with a last, partial batch; or BadInputError."""
-    if args.num_rollout is not None:
-        return args.num_rollout
-    prompts = num_prompts(args, data_source)
-    if prompts is None:
-        raise BadInputError(
-            f"--num-epoch {args.num_epoch}: --data-source-path {args.data_source_path} has no __len__: give "
-            "--num-rollout"
-        )
-    return math.ceil(args.num_epoch * prompts / args.rollout_batch_size)
-
-
-def num_prompts(args: argparse.Namespace, data_source: Any) -> int | None:
-    """Prompts of an epoch; None of a user's source that does not know."""
-    if not hasattr(type(data_source), "__len__"):
-        return None
-    with _naming("--data-source-path", args.data_source_path):
-        return len(data_source)

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import functools
 import logging
-import os
 import secrets
 import sys
 import time
@@ -18,33 +17,32 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from slime.driver.control import Control
+from slime.driver.control.engine_requests import EngineRequests
+from slime.driver.control.server import Control
+from slime.driver.control.version_files import VersionFiles
 from slime.driver.data_side import DataSide
-from slime.driver.engine_requests import EngineRequests
 from slime.driver.meanwhile import Meanwhile
 from slime.driver.memory_scheduler import MemoryScheduler
 from slime.driver.preflight.places import place_warnings, room_warnings
 from slime.driver.probe import Probe
-from slime.driver.process import acquire_run_lock, exit_status, interrupt_on_sigterm
+from slime.driver.process import exit_status, interrupt_on_sigterm
 from slime.driver.pushes import Pushes
 from slime.driver.recovery import Recovery, snapshot_directory
 from slime.driver.restarts import Goodput, Restarts
 from slime.driver.schedule import check_remaining, is_due, missing_exports, scores_start
-from slime.driver.version_files import VersionFiles
+from slime.driver.session import Session
 from slime.entry.arguments import describe
-from slime.files.storage import write_text, writing
+from slime.files.storage import write_text
 from slime.fleet.engines import Engines
 from slime.fleet.external import given_keys, with_external_engines
 from slime.fleet.placement import Placement, core_shortage, place
 from slime.fleet.spec import ModelSpec, fleet_of
 from slime.fleet.train_group import Saver, TrainGroup
-from slime.observability import events, logs, trace
-from slime.observability.metrics import MetricsLogger
+from slime.observability import logs
 from slime.observability.progress import done_line, program, say, step_line, warn
 from slime.observability.trace import span
 from slime.options.checks.checkpoint_rules import starting_point
-from slime.ray import janitor
-from slime.ray.cluster import connect, leaving_after, running_address, serving_host
+from slime.ray.cluster import leaving_after, running_address, serving_host
 from slime.ray.supervision import MARGIN_S, Deadline, LostError, RayDownError, Supervisor, limit_of
 
 _STOP_S = 20.0
@@ -75,10 +73,7 @@ class Run:
         self._snapshots: str | None = None
         """Where they are kept, if any are taken."""
         self._placement: Placement | None = None
-        self._metrics: MetricsLogger | None = None
-        self._run_locks: list[int] = []
-        self._janitor: int | None = None
-        self._ended_well, self._ray_is_down = False, False
+        self._session = Session(args)
         self.scored: set[int] = set()
         """Versions that this driver has had scored."""
         self._saver = Saver(args, self._trainers)
@@ -92,38 +87,24 @@ class Run:
 
     def __enter__(self) -> Run:
         interrupt_on_sigterm()
-        args = self.args
-        self._warn([core_shortage(args), *([] if running_address() else place_warnings())])
+        self._warn([core_shortage(self.args), *([] if running_address() else place_warnings())])
         try:
-            named = ((args.run_dir, "--run-dir"), (args.save, "--save"))
-            places = {os.path.realpath(each): flag for each, flag in named if each}
-            for directory in sorted(places):
-                self._run_locks.append(acquire_run_lock(directory, places[directory]))
-            with writing("--run-dir", args.run_dir):
-                Path(args.run_dir, "logs").mkdir(exist_ok=True)
-            logs.begin(args, "driver")
-            trace.begin(args.run_dir, "driver")
-            events.begin(args.run_dir, "driver")
-            self._metrics = MetricsLogger(args)
-            self._janitor = connect(fleet_of(args).total)
-            # Again: Ray has put its own in the place of ours.
-            interrupt_on_sigterm()
+            self._session.open(fleet_of(self.args).total)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._ended_well, self._ray_is_down = error is None, isinstance(error, RayDownError)
         if not isinstance(error, (KeyboardInterrupt, SystemExit)):
-            self._stop()
-            if self._ended_well and self.args.start_rollout_id is not None:  # else nothing was started
+            self._stop(error)
+            if error is None and self.args.start_rollout_id is not None:  # else nothing was started
                 say(done_line(self.args))
             return
         seconds = _STOP_S + _SHUTDOWN_S
         say(f"{program()}: interrupted: stopping engines and trainers (up to {seconds:.0f} s)", sys.stderr)
         with leaving_after(seconds, exit_status(error)):
-            self._stop()
+            self._stop(error)
 
     def start(self) -> argparse.Namespace:
         """Start data, engines, router and trainers, in parallel where they can; the run's options, with the numbers of
@@ -209,23 +190,16 @@ class Run:
             say(f"nothing is left to train; wrote {places}, missing after rollout {first}")
         self._memory.make_room()
 
-    def _stop(self) -> None:
+    def _stop(self, error: BaseException | None) -> None:
         """Orderly where it works, by force where it does not; supervisors and the janitor see to the rest."""
-        try:
+        ray_is_down = isinstance(error, RayDownError)
+        with self._session.closing(ended_well=error is None):
             if self._control is not None:
                 self._control.close()
-            if not self._ray_is_down:
+            if not ray_is_down:
                 self._stop_actors()
-            if self._metrics is not None:
-                self._metrics.close()
-            if not self._ray_is_down:
-                ray.shutdown()
+            self._session.disconnect(ray_is_down=ray_is_down)
             self._warn(self._saver.clean_up())
-        finally:
-            if self._janitor is not None:
-                janitor.dismiss(self._janitor, ended_well=self._ended_well)
-            for held in self._run_locks:
-                os.close(held)
 
     def _stop_actors(self) -> None:
         others = [actor for actor in (*self._trainers.actors, self._data.actor) if actor is not None]
@@ -421,6 +395,5 @@ class Run:
             warn(warning)
 
     def _log(self, metrics: dict[str, float], step_key: str, step: int) -> None:
-        assert self._metrics is not None
         self._step = self._step | metrics
-        self._metrics.log(metrics, step_key, step)
+        self._session.metrics.log(metrics, step_key, step)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.driver.rollout_manager import make_data_source
+from slime.data.source.users_class import make_data_source
 from slime.entry.arguments import GROUPS, _add_hook_flags, _parse_yaml, _read_yaml
 from slime.options.algorithm import derive_algorithm
 from slime.options.checks.hook_paths import load_hooks

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from slime.data.source.prompts import draw_groups, put_back
 from slime.data.source.rollout_context import rollout_context
-from slime.driver.rollout_manager import restore_source, source_state
+from slime.data.source.users_class import restore_source, source_state
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.batches.train_data import to_train_batches
 from slime.rollout.collect import finish_batch

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from slime.data import Group, Sample
+from slime.data.source.users_class import make_data_source
 from slime.driver import rollout_manager
-from slime.driver.rollout_manager import RolloutManager, make_data_source
+from slime.driver.rollout_manager import RolloutManager
 from slime.observability import events, logs, trace
 from slime.rollout.engine import state as state_module
 from slime.rollout.runtime import RolloutRuntime

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import train
-from slime.driver.rollout_manager import RolloutManager, make_data_source, num_rollout
+from slime.data.source.users_class import make_data_source, num_rollout
+from slime.driver.rollout_manager import RolloutManager
 from slime.entry.arguments import parse_args
 from slime.observability import logs, trace
 from slime.options.flags.sglang import ROUTER_POLICY

@@ -15,8 +15,8 @@ import pytest
 import requests
 
 from slime.backends.sglang.client import EngineError
-from slime.driver.control import Control
-from slime.driver.engine_requests import EngineRequests
+from slime.driver.control.engine_requests import EngineRequests
+from slime.driver.control.server import Control
 from slime.files.control_file import control_file, read_control_file
 from slime.fleet import engines as fleet_engines
 from slime.fleet.roster import RefusedError

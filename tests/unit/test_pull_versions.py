@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import requests
 
-from slime.driver.control import Control
-from slime.driver.engine_requests import EngineRequests
-from slime.driver.version_files import VersionFiles
+from slime.driver.control.engine_requests import EngineRequests
+from slime.driver.control.server import Control
+from slime.driver.control.version_files import VersionFiles
 from slime.files.control_file import read_control_file
 from slime.files.exports import weights_directory
 from tests.fake_servers import Servers

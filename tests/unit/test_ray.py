@@ -20,8 +20,8 @@ from ray.exceptions import RayTaskError
 from slime.backends.sglang.client import EngineError
 from slime.data import Sample
 from slime.data.source.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.data.source.users_class import restore_source, source_state
 from slime.driver.data_side import _Rollout
-from slime.driver.rollout_manager import restore_source, source_state
 from slime.driver.run import Run
 from slime.fleet.spec import fleet_of
 from slime.fleet.train_group import Saver

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Iterable
 
 from slime.data.rows.dataset import data_warnings, dataset_of
+from slime.data.source.users_class import make_data_source, num_prompts, num_rollout
 from slime.driver.preflight.patch_report import lines as patches_of
 from slime.driver.preflight.places import place_warnings, room_warnings
-from slime.driver.rollout_manager import make_data_source, num_prompts, num_rollout
 from slime.driver.schedule import check_remaining
 from slime.entry.arguments import describe
 from slime.fleet.layout import describe_models

@@ -16,8 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote
 
-from slime.driver.engine_requests import EngineRequests
-from slime.driver.version_files import VersionFiles
+from slime.driver.control.engine_requests import EngineRequests
+from slime.driver.control.version_files import VersionFiles
 from slime.files.control_file import control_file, write_control_file
 from slime.observability import logs
 from slime.utils.http_utils import http_url
