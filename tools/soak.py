@@ -73,7 +73,7 @@ def soak(options: argparse.Namespace) -> int:
     deadline = began + 60 * options.shard_minutes - _END_S
     place.make()
     kinds = place.plan(options.faults, options.kinds or kinds_of(_options()))
-    status = _GO_ON
+    status, failed = _GO_ON, ""
     try:
         if place.left(kinds):
             strike_all(place, kinds, deadline)
@@ -83,8 +83,12 @@ def soak(options: argparse.Namespace) -> int:
         print(
             f"soak: {len(kinds) - len(place.left(kinds))} of {len(kinds)} faults have bitten; the same command goes on"
         )
+    except OverError as error:
+        status, failed = 1, str(error)
+        raise
     finally:
-        place.add_shard(minutes=round((time.monotonic() - began) / 60, 2), status=status, left=place.left_over)
+        minutes = round((time.monotonic() - began) / 60, 2)
+        place.add_shard(minutes=minutes, status=status, failed=failed, left=place.left_over)
     return status
 
 
@@ -146,6 +150,8 @@ def conclude(place: Workspace, num_rollout: int) -> int:
     found = ledger.checks(place.run_dir, place.reference_dir, num_rollout, strikes)
     left = [*place.left_over, *(line for shard in place.shards() for line in shard["left"])]
     found.append(("no process left after any shard", not left, f"{len(place.shards()) + 1} shards, {len(left)} left"))
+    failed = [shard["failed"] for shard in place.shards() if shard["failed"]]
+    found.append(("no shard has failed", not failed, "; ".join(failed) or "none"))
     lines = [*ledger.table(strikes), "", "| check | | figures |", "|---|---|---|"]
     lines += [f"| {what} | {'yes' if good else 'NO'} | {figures} |" for what, good, figures in found]
     write_text("--out", place.directory / "soak.md", "\n".join(lines) + "\n")

@@ -67,7 +67,7 @@ def test_an_interrupt_is_answered_before_anything_is_stopped(
 ) -> None:
     seen: list[str] = []
     made = Run(Namespace(start_rollout_id=0, num_rollout=0, placement="rollout_only", run_dir="runs/a"))
-    monkeypatch.setattr(made, "_stop", lambda: seen.append(capsys.readouterr().err))
+    monkeypatch.setattr(made, "_stop", lambda *_: seen.append(capsys.readouterr().err))
     made.__exit__(error, error() if error else None, None)
     expected = f"{Path(sys.argv[0]).name}: interrupted: stopping engines and trainers (up to 30 s)\n" if error else ""
     assert seen == [expected]
@@ -246,7 +246,7 @@ def make_run(run_dir: Path, start: int, scores: dict[str, float], *, asynchronou
         use_wandb=False,
     )
     made = Run(args)
-    made._metrics = MetricsLogger(args)
+    made._session._metrics = MetricsLogger(args)
     made._data.actor = made._data._supervisor = Answers(scores | {"perf/eval_time": 2.5})  # type: ignore[assignment]
     return made
 
@@ -305,7 +305,7 @@ def test_handing_over_has_the_time_that_prompts_may_take() -> None:
     made, supervisor = Run(Namespace(rollout_timeout=1000.0, asynchronous=False)), Answers(None)
     made._data._supervisor, made._data.actor = supervisor, Manager()  # type: ignore[assignment]
     logged: list[dict[str, float]] = []
-    made._metrics = Namespace(log=lambda values, *_: logged.append(values))  # type: ignore[assignment]
+    made._session._metrics = Namespace(log=lambda values, *_: logged.append(values))  # type: ignore[assignment]
     made._data._rollouts = {3: _Rollout({}, ["batch"], 1, 0.0)}  # type: ignore[arg-type, list-item]
     assert made.take_rollout(3) == ["batch"]
     assert made._data._state == (3, "its state")  # type: ignore[comparison-overlap]
@@ -333,7 +333,7 @@ def test_only_rank_0_is_sent_the_data_sides_state() -> None:
     made = Run(Namespace(save="somewhere", use_critic=False, save_hf=None, save_lora=None, checkpoint_timeout=1234.0))
     supervisor = Answers(None)
     made._data._supervisor = made._trainers._supervisor = supervisor  # type: ignore[assignment]
-    made._metrics = Namespace(log=lambda *values: None)  # type: ignore[assignment]
+    made._session._metrics = Namespace(log=lambda *values: None)  # type: ignore[assignment]
     made._trainers.actors, made._data.actor = trainers, manager
     made.save(7)
     assert [actor.saved for actor in trainers] == [
@@ -353,7 +353,7 @@ def test_a_disk_that_fails_again_at_the_end_neither_hides_the_error_nor_keeps_th
     made = Run(Namespace(save="x", use_critic=False, save_hf=None, save_lora=None, checkpoint_timeout=9.0))
     actor = Namespace(remote=lambda *values: {})
     made._trainers.actors, made._data.actor = [Namespace(save=actor)], Namespace(state=actor)
-    made._metrics = None
+    made._session._metrics = None
 
     def wait(calls: dict[str, Any], phase: str, limit: Deadline) -> list[Any]:
         if phase == "save after rollout 7":
@@ -365,15 +365,16 @@ def test_a_disk_that_fails_again_at_the_end_neither_hides_the_error_nor_keeps_th
     monkeypatch.setattr(made, "_stop_actors", lambda: None)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(f"{Saver.__module__}.checkpoint_directory", lambda *_: Stale(tmp_path / "iter_0000007"))
-    watches, made._janitor = os.pipe()
-    made._run_locks = [os.open(tmp_path, os.O_RDONLY)]
+    watches, made._session._janitor = os.pipe()
+    made._session._run_locks = [os.open(tmp_path, os.O_RDONLY)]
     with pytest.raises(RunError, match="the disk fails") as failed:
         made.save(7)
     made.__exit__(RunError, failed.value, None)
+    os.set_blocking(watches, False)
     assert os.read(watches, 9) == b"", "the janitor is told"
     os.close(watches)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(made._run_locks[0])
+        os.fstat(made._session._run_locks[0])
     (warning,) = capsys.readouterr().err.splitlines()
     assert re.search(r"warning: .*iter_0000007: Stale file handle; what .*\.iter_0000007\.replaced$", warning)
 

@@ -84,10 +84,11 @@ def test_a_fault_is_one_that_its_kind_allows_and_another_at_the_next_try(kind: s
 def test_a_later_shard_goes_on_with_the_plan_of_the_first(tmp_path: Path) -> None:
     place = Workspace(tmp_path, 1)
     kinds = place.plan(6, ["engine_killed", "driver_killed"])
-    assert Workspace(tmp_path, 1).plan(6, ["router_killed"]) == kinds
-    for other, count in ((2, 6), (1, 7)):
-        with pytest.raises(ValueError, match=r"plan\.json is of --seed 1 --faults 6: go on with these"):
-            Workspace(tmp_path, other).plan(count, kinds)
+    assert Workspace(tmp_path, 1).plan(6, ["driver_killed", "engine_killed"]) == kinds
+    for seed, count, others in ((2, 6, kinds), (1, 7, kinds), (1, 6, ["router_killed"])):
+        first = r"plan\.json is of --seed 1 --faults 6 --kinds driver_killed engine_killed: go on with these"
+        with pytest.raises(ValueError, match=first):
+            Workspace(tmp_path, seed).plan(count, sorted(set(others)))
 
 
 def test_what_has_not_bitten_is_drawn_again_and_what_has_is_done(tmp_path: Path) -> None:
@@ -349,12 +350,18 @@ def test_all_is_well_again_when_the_run_says_so(tmp_path: Path) -> None:
         (event("driver_died", "the driver", 205), True),
         (event("save_failed", "the trainers", 203), True),
         (event("driver_died", "the driver", 105), False),
+        (event("reward_failed", "sample 3", 301), False),
+        (event("router_died", "router", 301), False),
     ],
 )
 def test_events_that_nobody_has_caused_are_found(told: dict[str, Any], is_it: bool) -> None:
     strikes = [
         {"kind": "engine_killed", "subject": "engine 1", "struck": 100.0, "back_s": 20.0},
         {"kind": "disk_full", "subject": "trainer 1", "struck": 200.0, "back_s": None},
+        *(
+            {"kind": kind, "subject": None, "struck": 300.0, "back_s": None}
+            for kind in ("reward_slow", "router_killed")
+        ),
     ]
     _, good, figures = ledger.explained([told], strikes)
     assert (good, figures.startswith(f"1 events, {int(not is_it)} others")) == (is_it, True)
@@ -424,11 +431,43 @@ def test_where_nobody_is_to_strike_nothing_has_bitten(tmp_path: Path, monkeypatc
     outcome = struck.inject(Fault(4, "engine_killed", 1, "engine 0", "train", 0.0))
     assert not outcome.bit
     line = json.loads(outcome.as_line())
-    assert line | {"number": 4, "attempt": 1, "subject": "engine 0", "phase": "train", "bit": False} == line
+    assert line | {"number": 4, "attempt": 1, "subject": None, "phase": "train", "bit": False} == line
     assert (line["told"], line["noticed_s"], line["back_s"]) == ([], None, None)
     monkeypatch.setattr(injector, "_PHASE_S", 0.05)
     with pytest.raises(OverError, match=r"waited 0\.05 s in vain for the phase 'train'"):
         struck.inject(Fault(4, "engine_killed", 2, "engine 0", "train", 0.0))
+
+
+class _OneTrainer(Run):
+    """A run whose trainers are this process."""
+
+    def __init__(self, pid: int, run_dir: Path) -> None:
+        super().__init__(os.getpid(), run_dir)
+        self._trainer = kernel.with_id(pid)
+
+    def of_log(self, role: str) -> processes.Process | None:
+        return self._trainer
+
+
+def test_a_disk_that_was_not_found_full_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher, check = begun(tmp_path)
+    monkeypatch.setitem(KINDS, "disk_full", replace(KINDS["disk_full"], within=0.05))  # type: ignore[arg-type]
+    full: list[int] = []
+
+    with subprocess.Popen(_SLEEPS) as child:
+
+        def look() -> None:
+            check()
+            full.append(resource.prlimit(child.pid, resource.RLIMIT_FSIZE)[0])
+
+        before = resource.prlimit(child.pid, resource.RLIMIT_FSIZE)
+        struck = Injector(_OneTrainer(child.pid, tmp_path), watcher, tmp_path, look)
+        outcome = struck.inject(Fault(0, "disk_full", 0, "trainer 0", "train", 0.0))
+        assert outcome is not None
+        assert (outcome.subject, outcome.bit) == ("trainer 0", False)
+        assert full[-1] == 1 << 16, "it was, for as long as it might be noticed"
+        assert resource.prlimit(child.pid, resource.RLIMIT_FSIZE) == before
+        child.kill()
 
 
 class _OneServer(Run):
@@ -545,7 +584,9 @@ def test_weights_are_compared_tensor_by_tensor(tmp_path: Path) -> None:
 
 
 def test_a_table_has_a_row_a_kind_with_what_bit_and_how_long_it_took() -> None:
-    line = {"kind": "engine_killed", "phase": "train", "bit": True, "noticed_s": 1.0, "back_s": 20.0}
+    line = {"kind": "engine_killed", "subject": "engine 0", "phase": "train", "bit": True}
+    line |= {"noticed_s": 1.0, "back_s": 20.0}
     lines = [line, line | {"phase": "save", "noticed_s": 3.0, "back_s": 31.0}]
-    lines += [line | {"bit": False, "noticed_s": None, "back_s": None}]
+    missed = line | {"bit": False, "noticed_s": None, "back_s": None}
+    lines += [missed, missed | {"subject": None}]
     assert ledger.table(lines)[2:] == ["| `engine_killed` | 3 | 2 | save, train | 2.0 / 3.0 | 25.5 / 31.0 |"]

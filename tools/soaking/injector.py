@@ -35,7 +35,7 @@ class Outcome:
     """What became of one fault; times are in seconds since the epoch.
 
     Attributes:
-        subject: whom it struck.
+        subject: whom it struck; None where there was nobody.
         seen: the phase in which the driver was then, "train on rollout 7".
         struck: when.
         told: the events of the run that are about it; none where it has not bitten.
@@ -43,7 +43,7 @@ class Outcome:
     """
 
     fault: Fault
-    subject: str
+    subject: str | None
     seen: str
     struck: float
     told: tuple[Event, ...] = ()
@@ -107,20 +107,21 @@ class Injector:
         time.sleep(fault.depth * min(moment.lasted, _LONGEST_DEPTH_S))
         seen, struck = f"{fault.phase} of {moment.rollout}", time.time()
         subject = self._strike(fault)
-        outcome = Outcome(fault, fault.subject if subject is None else subject, seen, struck)
+        outcome = Outcome(fault, subject, seen, struck)
         if subject is None:
             return outcome
         self._struck = outcome
         first = self._wait_for(lambda: self._noticed(outcome), KINDS[fault.kind].within)
         if first is None:
             done: Outcome | None = outcome
+            self._let_go(fault)
         elif KINDS[fault.kind].back == "engine_back":
             self._open.append(replace(outcome, told=(first,)))
             done = None
         elif fault.kind == EXTERNAL:
             assert self._external is not None
             self._external.join_again()
-            self._watcher.forget(outcome.subject)
+            self._watcher.forget(subject)
             done = replace(outcome, told=(first,), back=time.time())
         else:
             told = replace(outcome, told=(first,))
@@ -145,10 +146,12 @@ class Injector:
         return [*self._open, *filter(None, [self._struck])]
 
     def _noticed(self, outcome: Outcome) -> Event | None:
+        assert outcome.subject is not None
         self._watcher.look()
         return noticed(outcome.fault, outcome.subject, outcome.struck, self._watcher.events)
 
     def _mended(self, outcome: Outcome) -> Outcome | None:
+        assert outcome.subject is not None
         self._watcher.look()
         first, told = outcome.told[0], self._watcher.events
         when = returned(outcome.fault, outcome.subject, first, told, self._watcher)
@@ -203,12 +206,19 @@ class Injector:
         if fault.kind == "router_port_taken":
             return self._take_port(fault)
         if fault.kind == "disk_full":
-            trainer = self._run.of_log(fault.subject.replace(" ", "_"))
-            full = trainer is not None and limit_files(trainer, _FULL_AT)
-            return fault.subject if full else None
+            return fault.subject if self._limit_files(fault, _FULL_AT) else None
         if fault.subject == ANY:
             return self._switch(fault)
         return self._signal(fault, self._find(name, fault.subject), signals[what])
+
+    def _limit_files(self, fault: Fault, size: int | None) -> bool:
+        trainer = self._find("trainer", fault.subject)
+        return trainer is not None and limit_files(trainer, size)
+
+    def _let_go(self, fault: Fault) -> None:
+        """Undo what would go on: one that has not bitten must not bite, unseen, with a later fault."""
+        if fault.kind == "disk_full":
+            self._limit_files(fault, None)
 
     def _find(self, name: str, subject: str) -> Process | None:
         finders: dict[str, Callable[[], Process | None]] = {
@@ -230,7 +240,8 @@ class Injector:
         if first is None or not strike(first, signal.SIGKILL):
             return None
         second = self._wait_for(lambda: self._run.newer_server(fault.subject, first), _NEXT_LIFE_S)
-        return self._signal(fault, second, signal.SIGKILL)
+        self._signal(fault, second, signal.SIGKILL)
+        return fault.subject
 
     def _take_port(self, fault: Fault) -> str | None:
         """Kill the router, and listen in its place until the run has told that it could not start another."""
@@ -238,14 +249,13 @@ class Injector:
         if process is None or address is None or not strike(process, signal.SIGKILL):
             return None
         with listening_at(address) as held:
-            if not held:
-                return None
 
             def told() -> Event | None:
                 self._watcher.look()
                 return noticed(fault, fault.subject, struck, self._watcher.events)
 
-            self._wait_for(told, _PORT_HELD_S)
+            if held:
+                self._wait_for(told, _PORT_HELD_S)
         return fault.subject
 
     def _switch(self, fault: Fault) -> str | None:

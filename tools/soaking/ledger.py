@@ -80,6 +80,8 @@ def explained(told: Sequence[Event], strikes: Sequence[dict[str, Any]]) -> Check
 
 def _may_be_of(event: Event, strike: dict[str, Any]) -> bool:
     """Whether an event is about whom a strike was at, or about what follows from it, and in its time."""
+    if strike["subject"] is None:
+        return False
     kind = KINDS[strike["kind"]]
     ends = strike["struck"] + (strike["back_s"] or kind.within) + _UNTIL_CALM_S
     its = is_of(event, kind.named or strike["subject"]) or (strike["kind"], event["kind"]) in _FOLLOWS
@@ -115,7 +117,7 @@ def table(strikes: Sequence[dict[str, Any]]) -> list[str]:
     rows = ["| kind | injected | bit | phases | told after, median / max s | back after, median / max s |"]
     rows.append("|---|---|---|---|---|---|")
     for kind in KINDS:
-        own = [line for line in strikes if line["kind"] == kind]
+        own = [line for line in strikes if line["kind"] == kind and line["subject"] is not None]
         bit = [line for line in own if line["bit"]]
         if own:
             phases = ", ".join(sorted({line["phase"] for line in bit}))

@@ -63,7 +63,7 @@ KINDS: Mapping[str, Kind] = {
     "reward_slow": Kind((ANY,), (GENERATE,), ("reward_failed",), "step", cause="took longer"),
     "reward_hangs": Kind((ANY,), (GENERATE,), ("reward_failed",), "step", cause="took longer"),
     "request_fails": Kind((ANY,), (GENERATE,), ("request_failed",), "step", cause="the request was lost"),
-    "disk_full": Kind(_TRAINERS, (TRAIN,), ("save_failed",), "step", named="the trainers"),
+    "disk_full": Kind(_TRAINERS[:1], (TRAIN,), ("save_failed",), "step", named="the trainers"),
     "external_killed": Kind(("the external engine",), (GENERATE, TRAIN, SAVE), _LOST, "join", 120),
 }
 """By name. A kind whose run lacks what it strikes is not drawn (`kinds_of`)."""

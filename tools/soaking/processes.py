@@ -112,11 +112,12 @@ def strike(process: Process, number: int) -> bool:
     return True
 
 
-def limit_files(process: Process, size: int) -> bool:
-    """Keep a process from writing files beyond ``size`` bytes, as a quota would; whether it was there."""
+def limit_files(process: Process, size: int | None) -> bool:
+    """Keep a process from writing files beyond ``size`` bytes, as a quota would, or (None) as far as it might before;
+    whether it was there."""
     now = kernel.with_id(process.pid)
     if now is None or now.started != process.started:
         return False
     _, most = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, most))
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (most if size is None else size, most))
     return True

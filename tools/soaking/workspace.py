@@ -94,17 +94,17 @@ class Workspace:
 
     def plan(self, count: int, kinds: list[str]) -> list[str]:
         """The kind of each fault, drawn by the first shard. ValueError where that had other arguments."""
-        path, given = self.directory / "plan.json", {"seed": self.seed, "faults": count}
+        path, given = self.directory / "plan.json", {"seed": self.seed, "faults": count, "kinds": sorted(kinds)}
         if path.exists():
             found = json.loads(path.read_text())
             if {name: found[name] for name in given} != given:
                 raise ValueError(
-                    f"{path} is of --seed {found['seed']} --faults {found['faults']}: go on with these, or name "
-                    "another --out"
+                    f"{path} is of --seed {found['seed']} --faults {found['faults']} --kinds "
+                    f"{' '.join(found['kinds'])}: go on with these, or name another --out"
                 )
-            return list(found["kinds"])
+            return list(found["drawn"])
         drawn = draw_kinds(self.seed, count, kinds)
-        write_text("--out", path, json.dumps(given | {"kinds": drawn}, indent=1))
+        write_text("--out", path, json.dumps(given | {"drawn": drawn}, indent=1))
         return drawn
 
     def num_rollout(self, wanted: int) -> int:
