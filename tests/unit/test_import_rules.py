@@ -77,6 +77,7 @@ RULES = (
         "slime.rollout",
         (*NOUNS, *BASE, "slime.options", "slime.grading", "slime.observability", "slime.backends.sglang.client"),
     ),
+    Rule("slime.agent", (*NOUNS, *BASE, "slime.processes", "slime.options", "slime.observability", "slime.rollout")),
     Rule(
         "slime.weights",
         (

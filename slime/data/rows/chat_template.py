@@ -52,7 +52,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any, source: str, kwargs: str = "{}") -> None:
         self._tokenizer = tokenizer
-        self._source = source
+        self.source = source
         self._kwargs: dict[str, Any] = json.loads(kwargs)
         self._warned: set[str] = set()
         self._roles: dict[str, bool] = {}
@@ -71,7 +71,7 @@ class ChatTemplate:
         """`text`, and where in it each message is: the template writes marks as it begins a message."""
         with _refusing():
             written = json.dumps([messages, tools, self._kwargs], ensure_ascii=False, default=str)
-        used = {*written, *self._source}
+        used = {*written, *self.source}
         left, right = itertools.islice((chr(code) for code in _PRIVATE if chr(code) not in used), 2)
         numbers = {id(message): number for number, message in enumerate(messages)}
 
@@ -114,21 +114,24 @@ class ChatTemplate:
 
     @property
     def _tree(self) -> nodes.Template:
-        return _compiled(self._source).environment.parse(self._source)
+        return _compiled(self.source).environment.parse(self.source)
 
     @functools.cached_property
     def _instrumented(self) -> Template:
         tree = _Marking().visit(self._tree)
-        return _compiled(self._source).environment.from_string(tree)
+        return _compiled(self.source).environment.from_string(tree)
 
     # Data
 
-    def prepared(self, messages: Messages) -> Messages:
+    def prepared(self, messages: Messages, *, warns: bool = True) -> Messages:
         """Messages, new objects, in the form that the template reads: contents as text, tool calls' arguments as it
         takes them. Keys of null are left out, as SGLang's server does. A key that the template does not read is warned
-        of, once. RowError where a content is no text, a role none of the template's, or the arguments of a tool call no
-        object."""
-        return [self._prepared(message, f"message {number}") for number, message in enumerate(messages)]
+        of, once, if it ``warns``. RowError where a content is no text, a role none of the template's, or the arguments
+        of a tool call no object."""
+        prepared = [self._prepared(message, f"message {number}") for number, message in enumerate(messages)]
+        for message in prepared if warns else ():
+            self._warn(message)
+        return prepared
 
     def _prepared(self, message: dict[str, Any], where: str) -> dict[str, Any]:
         role, content = message["role"], content_text(message, where)
@@ -142,7 +145,6 @@ class ChatTemplate:
             prepared |= {} if content else self._no_content
         else:
             prepared.pop("tool_calls", None)
-        self._warn(prepared)
         return prepared
 
     def _warn(self, message: dict[str, Any]) -> None:

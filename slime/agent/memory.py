@@ -1,0 +1,89 @@
+"""The token memory of one session: what a client writes as messages, as the tokens that it has been to the model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.agent.messages import Chain, chain_of
+from slime.agent.rendering import TurnRenderer
+from slime.agent.trajectory import MessageNode, Trajectory, TurnRecord
+from slime.data.rows.messages import Messages
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One to be answered.
+
+    Attributes:
+        ids: all its tokens.
+        parent: the turn that it goes on from; None of one that begins a path.
+        chain: the conversation's keys.
+    """
+
+    ids: list[int]
+    parent: MessageNode | None
+    chain: Chain
+
+
+@dataclass
+class Counters:
+    """What became of a session's turns.
+
+    Attributes:
+        turns: that were recorded.
+        forks: of these, the ones that began a path of their own though the conversation was known to have turns.
+        rendered_again: tokens that the model had made, and that a fork's prompt has anew, as text that was read back.
+        render_seconds: that templates and tokenizer took.
+        rendered_tokens: that they made.
+    """
+
+    turns: int = 0
+    forks: int = 0
+    rendered_again: int = 0
+    render_seconds: float = 0.0
+    rendered_tokens: int = 0
+
+
+@dataclass
+class TokenMemory:
+    """Prompts of a session, and the turns that answer them."""
+
+    renderer: TurnRenderer
+    trajectory: Trajectory = field(default_factory=Trajectory)
+    counters: Counters = field(default_factory=Counters)
+
+    def prompt(self, messages: Messages, tools: Any = None) -> Prompt:
+        """The tokens of a conversation: of what is known of it those that the engine has had, and only what was said
+        since is rendered. RowError where the chat template refuses it."""
+        began, chain = time.perf_counter(), chain_of(messages, tools)
+        ids, parent, new = self._known(messages, tools, chain) or self._whole(messages, tools)
+        self.counters.render_seconds += time.perf_counter() - began
+        self.counters.rendered_tokens += new
+        return Prompt(ids, parent, chain)
+
+    def _known(self, messages: Messages, tools: Any, chain: Chain) -> tuple[list[int], MessageNode, int] | None:
+        found = self.trajectory.find(chain)
+        if found is None or found[1] == len(messages):
+            return None
+        node, end = found
+        behind = self.renderer.next(node.reply.get("tool_calls"), messages[end:], node.turn.output_ids, tools)
+        return None if behind is None else ([*node.ids(), *behind], node, len(behind))
+
+    def _whole(self, messages: Messages, tools: Any) -> tuple[list[int], MessageNode | None, int]:
+        ids = self.renderer.first(messages, tools)
+        # A template that cannot be cut may still give what was there before, and more.
+        return ids, self.trajectory.find_by_ids(ids), len(ids)
+
+    def record(
+        self, prompt: Prompt, turn: TurnRecord, reply: Mapping[str, Any], metadata: Mapping[str, Any] | None = None
+    ) -> MessageNode:
+        """Add the turn that answered a prompt by the message ``reply``."""
+        self.counters.turns += 1
+        if prompt.parent is None and (found := self.trajectory.find(prompt.chain)) is not None:
+            self.counters.forks += 1
+            self.counters.rendered_again += sum(len(node.output) for node in found[0].path)
+        key = prompt.chain.with_reply(dict(reply))
+        return self.trajectory.add(turn, prompt.parent, key=key, reply=reply, metadata=metadata)

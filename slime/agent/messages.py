@@ -1,0 +1,121 @@
+"""When two conversations are the same as far as the model's own turns go, however a client writes them down again.
+
+Clients send all of a conversation with every turn, and not as they got it: without thinking, with the keys of JSON in
+another order, with tool results merged or in other parts. What a model has said is known by what is left when all that
+is taken away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime.data.rows.messages import Messages
+
+_ASSISTANT, _TOOL = "assistant", "tool"
+_THOUGHT_END = "</think>"
+Key = bytes
+"""Of a conversation, up to and with a message."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A conversation's keys.
+
+    Attributes:
+        answered: number of messages -> key, after each of the assistant's messages, the last one first.
+        open: the key of all of it, to which an answer is added.
+    """
+
+    answered: tuple[tuple[int, Key], ...]
+    open: Key
+
+    def with_reply(self, reply: dict[str, Any]) -> Key:
+        """The key once the assistant has answered."""
+        return _next(self.open, _said(reply))
+
+
+def chain_of(messages: Messages, tools: Any = None) -> Chain:
+    """The keys of a conversation with these tools, in OpenAI's form."""
+    key, answered = _next(b"", _canonical(tools or [])), []
+    for end, step in _steps(messages):
+        key = _next(key, step)
+        if messages[end - 1]["role"] == _ASSISTANT:
+            answered.append((end, key))
+    return Chain(tuple(reversed(answered)), key)
+
+
+def _steps(messages: Messages) -> Iterator[tuple[int, str]]:
+    """The assistant's messages, and what was said between them, each with the number of messages up to its end."""
+    others: Messages = []
+    for end, message in enumerate(messages, 1):
+        if message["role"] != _ASSISTANT:
+            others.append(message)
+            continue
+        if others:
+            yield end - 1, _between(others)
+            others = []
+        yield end, _said(message)
+    if others:
+        yield len(messages), _between(others)
+
+
+def _said(message: dict[str, Any]) -> str:
+    """What a turn says and does, without its thoughts and the ids of its calls."""
+    words = _words(message.get("content")).rpartition(_THOUGHT_END)[2]
+    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+    return _canonical([_squeezed(words), [[call.get("name"), _value(call.get("arguments"))] for call in calls]])
+
+
+def _between(messages: Sequence[dict[str, Any]]) -> str:
+    """What was said to the model: tool results in any order, everything else as one text a role."""
+    results = sorted(_squeezed(_words(message.get("content"))) for message in messages if message["role"] == _TOOL)
+    roles = dict.fromkeys(message["role"] for message in messages if message["role"] != _TOOL)
+    words = {role: "".join(_words(each.get("content")) for each in messages if each["role"] == role) for role in roles}
+    return _canonical([results, {role: _squeezed(text) for role, text in words.items()}])
+
+
+def _words(content: Any) -> str:
+    """A content's text; of a part that is none, what it is."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        return _canonical(content)
+    return "".join(
+        part if isinstance(part, str) else part["text"] if isinstance(part.get("text"), str) else _canonical(part)
+        for part in content
+    )
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _value(arguments: Any) -> Any:
+    """A call's arguments, which clients send as an object or as text of one."""
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        return json.loads(arguments) if arguments.strip() else {}
+    except ValueError:
+        return _squeezed(arguments)
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=str)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of one value are one number: JavaScript writes 1.0 as 1."""
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _next(key: Key, step: str) -> Key:
+    return hashlib.blake2b(key + step.encode(errors="surrogatepass"), digest_size=16).digest()
