@@ -25,7 +25,7 @@ _FULL_AT = 1 << 16
 _PORT_HELD_S = 30.0
 _NEXT_LIFE_S = 90.0
 _LONGEST_DEPTH_S = 3.0
-_CALM_S, _PHASE_S, _BACK_S = 300.0, 180.0, 300.0
+_CALM_S, _PHASE_S, _BACK_S = 600.0, 180.0, 600.0
 """Until a run is ready for the next fault; until it comes to a phase; until all is well again after a fault."""
 _SWITCH_S = 30.0
 
