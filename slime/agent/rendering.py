@@ -98,6 +98,10 @@ class TurnRenderer:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, spaces_between_special_tokens=False)
         return text
 
+    def is_special(self, token: int) -> bool:
+        """Whether a token is none of text."""
+        return token in self._special_ids
+
     # ---- what is behind a turn
 
     def _template(self, tools: Any) -> ChatTemplate:
@@ -214,6 +218,10 @@ class TurnRenderer:
     @functools.cached_property
     def _specials(self) -> list[str]:
         return [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+
+    @functools.cached_property
+    def _special_ids(self) -> set[int]:
+        return {number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special}
 
     @functools.cached_property
     def _special_tokens(self) -> re.Pattern[str]:

@@ -156,12 +156,13 @@ class Http:
         retries: int,
         dumps: Callable[[Any], bytes] = lambda payload: json.dumps(payload).encode(),
         loads: Callable[[str], Any] = json.loads,
+        read: Callable[[aiohttp.ClientResponse], Awaitable[str]] = aiohttp.ClientResponse.text,
         proxy: str | None = None,
     ) -> Any:
         """Send one request by the event loop's session, through a ``proxy`` if one is given, again with growing pauses
         where another try may succeed; the reply, parsed by ``loads`` where that raises no ValueError, else its text.
-        ``dumps`` makes JSON of a payload; None sends no body. RequestError names the URL, what came back and how often
-        it was tried.
+        ``dumps`` makes JSON of a payload; None sends no body. ``read`` takes the reply's. RequestError names the URL,
+        what came back and how often it was tried.
 
         Tried again are connections that were refused or that broke off, be it in the middle of the reply, the statuses
         of `RETRIED_STATUSES`, what the router answers when the engine that had the request has died, and a request
@@ -182,7 +183,7 @@ class Http:
             body = None if payload is None else JsonBytesPayload(payload, dumps)
             try:
                 async with session.request(method, url, data=body, headers=headers, proxy=proxy) as reply:
-                    status, text = reply.status, await reply.text()
+                    status, text = reply.status, await read(reply)
                 if status < 400:
                     return _parse(text, loads)
                 problem, cause = f"status {status}: {text[:_BODY_IN_ERROR]}", f"status_{status}"

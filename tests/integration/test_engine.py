@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,29 @@ def test_log_probs_are_those_of_the_model_and_seeds_decide_the_tokens(service: S
     assert [r["output_ids"] for r in again] == [r["output_ids"] for r in replies]
     one_prompt = generate_all(service, [prompts[0]] * 4, [1, 2, 3, 4])
     assert len({tuple(r["output_ids"]) for r in one_prompt}) == 4
+
+
+def test_what_is_streamed_is_what_is_not(service: Service) -> None:
+    """Through the router, from an engine that sends what is new: as it is made, with the same log-probs."""
+    params, came = SAMPLING | {"sampling_seed": 7}, list[Sequence[int]]()
+
+    async def run() -> list[dict[str, Any]]:
+        http = Http(120.0)
+        client = GenerateClient(http, service.router.url, KEYS[0], retries=3)
+        try:
+            return [
+                await client.generate([5, 6, 7], params),
+                await client.generate([5, 6, 7], params, on_tokens=came.append),
+            ]
+        finally:
+            await http.close()
+
+    whole, streamed = asyncio.run(run())
+    assert len(came) > 3, "not all at once"
+    assert [token for tokens in came for token in tokens] == whole["output_ids"]
+    pairs = [[pair[:2] for pair in reply["meta_info"]["output_token_logprobs"]] for reply in (whole, streamed)]
+    assert pairs[0] == pairs[1]
+    assert streamed["meta_info"]["finish_reason"] == whole["meta_info"]["finish_reason"]
 
 
 def test_seeds_decide_the_tokens_beside_probes_too(service: Service) -> None:

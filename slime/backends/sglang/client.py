@@ -11,11 +11,12 @@ import orjson
 import requests
 
 from slime.backends.sglang.loaded import ACTION, Loaded
+from slime.backends.sglang.token_stream import OnTokens, TokenStream
 from slime.utils.errors import SlimeError
 from slime.utils.http_client import Http, RequestError
 from slime.utils.http_utils import redact
 
-__all__ = ["ADAPTER", "EngineControl", "EngineError", "GenerateClient", "Loaded", "RequestError"]
+__all__ = ["ADAPTER", "EngineControl", "EngineError", "GenerateClient", "Loaded", "OnTokens", "RequestError"]
 
 ADAPTER = "slime"
 """What engines call the adapter of ``--lora-sync adapter``."""
@@ -284,11 +285,13 @@ class GenerateClient:
         sampling_params: Mapping[str, Any],
         *,
         headers: Mapping[str, str] | None = None,
+        on_tokens: OnTokens | None = None,
         **fields: Any,
     ) -> dict[str, Any]:
         """One completion of ``input_ids`` with its tokens' log-probs, in SGLang's reply (``text``, ``output_ids``,
         ``meta_info``); RequestError where it failed for good. Further ``headers``, such as the router's routing key,
-        and ``fields`` (``rid``, ...) are the request's."""
+        and ``fields`` (``rid``, ...) are the request's. With ``on_tokens``, which is called as they are made, the reply
+        is that of a `TokenStream`."""
         payload = {
             "input_ids": list(input_ids),
             "sampling_params": dict(sampling_params),
@@ -297,9 +300,13 @@ class GenerateClient:
             **fields,
         }
         all_headers = {**self._headers, **(headers or {})}
-        reply = await self._http.send(
-            "POST", self._url, payload, headers=all_headers, retries=self._retries, dumps=_dumps, loads=_loads
-        )
+        how: dict[str, Any] = {"headers": all_headers, "retries": self._retries, "dumps": _dumps, "loads": _loads}
+        stream = None if on_tokens is None else TokenStream(on_tokens)
+        if stream is not None:
+            how["read"], payload["stream"] = stream.read, True
+        reply = await self._http.send("POST", self._url, payload, **how)
+        if stream is not None and reply == "":
+            return stream.reply()
         if not isinstance(reply, dict):
             raise RequestError(f"POST {self._url}: the reply is not a JSON object: {str(reply)[:200]}")
         return reply

@@ -208,6 +208,9 @@ class Engine(Server):
             flags += self._adapter_flags()
         if args.random_weights:
             flags += ["--load-format", "dummy"]
+        if hasattr(args, "sglang_incremental_streaming_output"):
+            # Else each event of a stream has all of its tokens so far, and their log-probs.
+            flags.append("--incremental-streaming-output")
         flags += self._part_flags()
         if meeting is not None:
             flags += ["--dist-init-addr", meeting]

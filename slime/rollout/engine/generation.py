@@ -8,7 +8,7 @@ import uuid
 from argparse import Namespace
 from typing import Any
 
-from slime.backends.sglang.client import RequestError
+from slime.backends.sglang.client import OnTokens, RequestError
 from slime.data import Sample, Status
 from slime.data.rows.conversation import RowError, check_messages, render
 from slime.data.rows.tokenizer import load_tokenizer
@@ -36,23 +36,32 @@ class GenerateState:
         return is_ending()
 
 
-async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate(
+    args: Namespace, sample: Sample, sampling_params: dict[str, Any], *, on_tokens: OnTokens | None = None
+) -> Sample:
     """Generate one response, or go on with a partial one.
 
     Tokens and log-probs are the engine's; text is never tokenised again. A sample whose ``tokens`` are set and whose
     response is empty has its prompt in them. A request that a weight update aborts goes on with what it has, under the
     new weights, so callers see no aborts; each part is a segment with a version of its own in ``weight_versions``. Only
     where the rollout itself ends what is still under way is the sample returned as it is then, with status ABORTED.
+    ``on_tokens`` is given new tokens as they are made; an engine that dies then is as one that aborts.
     BadInputError where the prompt has no tokens (`prompt_tokens`), RequestError where the request failed for good, or
     was aborted again and again without a token or a new version.
     """
     if not sample.tokens:
         sample.tokens = prompt_tokens(args, sample)
     async with state_of_call(args) as state:
-        return await _generate(args, state, sample, sampling_params)
+        return await _generate(args, state, sample, sampling_params, on_tokens)
 
 
-async def _generate(args: Namespace, state: RolloutState, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def _generate(
+    args: Namespace,
+    state: RolloutState,
+    sample: Sample,
+    sampling_params: dict[str, Any],
+    on_tokens: OnTokens | None,
+) -> Sample:
     goes_on = sample.status is Status.ABORTED
     start = len(sample.tokens) - (sample.response_length if goes_on else 0)
     text, segments = "" if goes_on else sample.response, int(goes_on)
@@ -68,7 +77,8 @@ async def _generate(args: Namespace, state: RolloutState, sample: Sample, sampli
                 sample.status = Status.ABORTED
                 break
             headers = _routing_headers(args, sample)
-            reply = await state.client.generate(sample.tokens, params, headers=headers, rid=rid)
+            streams = {} if on_tokens is None else {"on_tokens": on_tokens}
+            reply = await state.client.generate(sample.tokens, params, headers=headers, rid=rid, **streams)
         meta = reply["meta_info"]
         # [[log-prob, token id, ...], ...]: taken together, so that no log-prob can belong to another token.
         pairs = meta.get("output_token_logprobs") or []
@@ -81,7 +91,7 @@ async def _generate(args: Namespace, state: RolloutState, sample: Sample, sampli
         fruitless = 0 if len(sample.tokens) > before else fruitless + 1 if version == before_this else 1
     else:
         raise RequestError(f"sample {sample.index}: the engine aborted its request {_MAX_ABORTS} times")
-    if segments > 1:
+    if segments > 1 or on_tokens is not None:
         # Not the parts' texts: an interruption may have cut a character.
         sample.response = text + _text_of(args, sample.tokens, start)
     return sample

@@ -1,0 +1,175 @@
+"""The agents' way in: an HTTP server with the APIs that agents speak, each session under a key of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from slime.agent.adapters.anthropic_messages import AnthropicMessages
+from slime.agent.adapters.api import Api, Event, Reply
+from slime.agent.adapters.openai_chat import ChatCompletions
+from slime.agent.adapters.openai_responses import Responses
+from slime.agent.parsing import Delta
+from slime.agent.session import Session, SessionError, TurnReply
+from slime.data.rows.messages import RowError
+
+logger = logging.getLogger(__name__)
+
+_MOST_BYTES = 64 << 20
+"""Of a request's body."""
+_MODEL = "slime"
+_IN_PATH = "/sessions/{session}"
+"""Before an API's path, for clients whose key cannot be chosen."""
+_ANTHROPIC = AnthropicMessages()
+APIS: tuple[Api, ...] = (ChatCompletions(), Responses(), _ANTHROPIC)
+
+
+class Gateway:
+    """Sessions by their keys, and the application that serves them.
+
+    A key is made by `open_session` and cannot be guessed; requests bring it as a bearer token, as ``X-Api-Key``, or in
+    the path. Without one of a session that is open they get 401.
+    """
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._stores: dict[str, dict[str, Any]] = {}
+
+    def open_session(self, session: Session) -> str:
+        """Its key from now on."""
+        key = f"sk-slime-{secrets.token_urlsafe(24)}"
+        self._sessions[key], self._stores[key] = session, {}
+        return key
+
+    async def close_session(self, key: str, wait: float = 0.0) -> Session | None:
+        """Have it refused from now on; turns under way may end within ``wait`` seconds. The session, if it was open."""
+        session = self._sessions.pop(key, None)
+        self._stores.pop(key, None)
+        if session is not None:
+            await session.close(wait)
+        return session
+
+    def app(self) -> web.Application:
+        """The application. Run it with ``handler_cancellation``, so that a client that goes away ends its turn."""
+        app = web.Application(client_max_size=_MOST_BYTES)
+        for before in ("", _IN_PATH):
+            for api in APIS:
+                app.router.add_post(before + api.path, self._turn_of(api))
+            app.router.add_post(f"{before}{_ANTHROPIC.path}/count_tokens", self._count_tokens)
+            app.router.add_get(f"{before}/v1/models", self._models)
+        app.router.add_get("/healthz", _health)
+        return app
+
+    # ---- who asks
+
+    def _session_of(self, request: web.Request) -> tuple[Session, dict[str, Any]]:
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        keys = (
+            request.match_info.get("session"),
+            bearer.strip() if scheme.lower() == "bearer" else None,
+            request.headers.get("X-Api-Key"),
+        )
+        for key in keys:
+            if key in self._sessions:
+                assert key is not None
+                return self._sessions[key], self._stores[key]
+        raise SessionError(401, "no session of this key is open")
+
+    # ---- what is asked
+
+    def _turn_of(self, api: Api) -> Callable[[web.Request], Any]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                session, store = self._session_of(request)
+                body = await _body_of(request)
+                turn, reply = api.request(body, store), api.reply(body, store)
+                if body.get("stream"):
+                    return await self._stream(request, api, session, turn, reply)
+                return web.json_response(reply.whole(await session.turn(turn)))
+            except (SessionError, ValueError) as error:
+                return _refusal(api, error)
+
+        return handle
+
+    async def _stream(
+        self, request: web.Request, api: Api, session: Session, turn: Any, reply: Reply
+    ) -> web.StreamResponse:
+        queue: asyncio.Queue[Delta | None] = asyncio.Queue()
+        task = asyncio.create_task(session.turn(turn, queue.put_nowait))
+        task.add_done_callback(lambda _: queue.put_nowait(None))
+        try:
+            first = await queue.get()
+            if first is None:
+                await task  # nothing was sent: a refusal has a status of its own
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+            await response.prepare(request)
+            await _send(response, reply.begin())
+            delta = first
+            while delta is not None:
+                await _send(response, reply.delta(delta))
+                delta = await queue.get()
+            await _send(response, _last(api, reply, task))
+            return response
+        finally:
+            # A client that went away has had no turn.
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        try:
+            session, store = self._session_of(request)
+            turn = _ANTHROPIC.request(await _body_of(request), store)
+            return web.json_response({"input_tokens": len(session.memory.prompt(turn.messages, turn.tools).ids)})
+        except RowError as error:
+            return _refusal(_ANTHROPIC, SessionError(400, str(error)))
+        except (SessionError, ValueError) as error:
+            return _refusal(_ANTHROPIC, error)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        try:
+            self._session_of(request)
+        except SessionError as error:
+            return _refusal(APIS[0], error)
+        model = {"id": _MODEL, "object": "model", "created": 0, "owned_by": "slime"}
+        return web.json_response({"object": "list", "data": [model]})
+
+
+async def _health(request: web.Request) -> web.Response:
+    return web.json_response({"ok": True})
+
+
+async def _body_of(request: web.Request) -> dict[str, Any]:
+    try:
+        body = await request.json()
+    except ValueError as error:
+        raise SessionError(400, f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise SessionError(400, "the body is not a JSON object")
+    return body
+
+
+def _refusal(api: Api, error: SessionError | ValueError) -> web.Response:
+    status = error.status if isinstance(error, SessionError) else 400
+    return web.json_response(api.error(status, str(error)), status=status)
+
+
+def _last(api: Api, reply: Reply, task: asyncio.Task[TurnReply]) -> list[Event]:
+    try:
+        return reply.end(task.result())
+    except (SessionError, asyncio.CancelledError) as error:
+        status = error.status if isinstance(error, SessionError) else 503
+        return [("error", api.error(status, str(error) or "the session is closed"))]
+
+
+async def _send(response: web.StreamResponse, events: list[Event]) -> None:
+    for name, data in events:
+        text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+        await response.write((f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode())

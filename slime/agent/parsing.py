@@ -1,0 +1,216 @@
+"""What a model wrote, as thoughts, words and tool calls: while it is written, and at its end."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+THINK, THOUGHT = "<think>", "</think>"
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+TAGS = "tags"
+"""The calls of Qwen's and GLM's models, and of Hermes': each between ``<tool_call>`` and ``</tool_call>``."""
+_OF_TAGS = ("qwen", "qwen25", "qwen3_coder", "hermes", "glm", "glm45", "glm47", "step3p5")
+"""SGLang's names for parsers of such calls, of whichever form within the tags."""
+MARKERS: Mapping[str, str] = {
+    **dict.fromkeys((TAGS, *_OF_TAGS), CALL),
+    "deepseekv3": "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+    "deepseekv31": "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+    "kimi_k2": "<|tool_calls_section_begin|>",
+    "llama3": "<|python_tag|>",
+    "mistral": "[TOOL_CALLS]",
+    "minimax-m2": "<minimax:tool_call>",
+}
+"""Parser, by SGLang's name -> what its calls begin with. What other parsers may read is kept to the turn's end."""
+_SIGNS: tuple[tuple[str, str], ...] = (
+    (CALL, TAGS),
+    ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "deepseekv31"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("ipython", "llama3"),
+)
+"""What a chat template writes -> the parser of what its model does."""
+_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+Call = dict[str, Any]
+"""``name``, and ``arguments``, an object."""
+Delta = tuple[str, str]
+"""What new text is, "reasoning" or "content", and the text."""
+
+
+@dataclass
+class ParsedModelOutput:
+    """A turn.
+
+    Attributes:
+        reasoning: its thoughts.
+        content: what it says.
+        calls: the tools that it calls.
+        ill_formed: it began a call that cannot be read, which is part of ``content``.
+    """
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[Call] = field(default_factory=list)
+    ill_formed: bool = False
+
+
+def parser_of(template: str) -> str | None:
+    """The parser of the tool calls of the model that has this chat template, by SGLang's name or `TAGS`."""
+    if "tool\u2581sep" in template and "```json" in template:
+        return "deepseekv3"
+    return next((parser for sign, parser in _SIGNS if sign in template), None)
+
+
+class Splitter:
+    """Tells thoughts from words while they come; what may be a tool call is kept back, and what may become a tag."""
+
+    def __init__(self, *, opened: bool, marker: str | None) -> None:
+        """``opened``: the prompt has begun the thoughts. ``marker`` is what tool calls begin with: None where there are
+        none, empty where anything may be one."""
+        self.reasoning, self.content, self.calls = "", "", ""
+        """What came so far; ``calls`` from the first marker on."""
+        self._part = "reasoning" if opened else "start"
+        self._marker, self._held = marker, ""
+
+    def feed(self, text: str) -> list[Delta]:
+        """What can be told of new text and what was kept back."""
+        self._held += text
+        found: list[Delta] = []
+        while (step := getattr(self, f"_{self._part}")(found)) is not None:
+            self._part = step
+        return found
+
+    def finish(self) -> list[Delta]:
+        """What is left, at the turn's end."""
+        part = "reasoning" if self._part == "reasoning" else "content"
+        if self._part == "tools":
+            self.calls += self._held
+            return []
+        if part == "content" and self._marker == "":
+            self.calls, self._held = self._held, ""
+            return []
+        found: list[Delta] = []
+        self._give(found, part, self._held)
+        self._held = ""
+        return found
+
+    def _start(self, found: list[Delta]) -> str | None:
+        text = self._held.lstrip()
+        if text.startswith(THINK):
+            self._held = text[len(THINK) :]
+            return "reasoning"
+        return None if THINK.startswith(text) else "words"
+
+    def _reasoning(self, found: list[Delta]) -> str | None:
+        return "words" if self._upto(found, "reasoning", THOUGHT) else None
+
+    def _words(self, found: list[Delta]) -> str | None:
+        if self._marker == "":
+            return None
+        if self._marker is None:
+            self._upto(found, "content", None)
+            return None
+        if not self._upto(found, "content", self._marker):
+            return None
+        self._held = self._marker + self._held
+        return "tools"
+
+    def _tools(self, found: list[Delta]) -> str | None:
+        self.calls, self._held = self.calls + self._held, ""
+        return None
+
+    def _upto(self, found: list[Delta], part: str, tag: str | None) -> bool:
+        """Give what comes before ``tag``, without white space next to it; whether that has come."""
+        if tag is not None and tag in self._held:
+            text, _, self._held = self._held.partition(tag)
+            self._give(found, part, text.rstrip())
+            return True
+        kept = 0 if tag is None else next((n for n in range(len(tag) - 1, 0, -1) if self._held.endswith(tag[:n])), 0)
+        ready = self._held[: len(self._held) - kept].rstrip()
+        self._give(found, part, ready)
+        self._held = self._held[len(ready) :]
+        return False
+
+    def _give(self, found: list[Delta], part: str, text: str) -> None:
+        before = getattr(self, part)
+        text = text if before else text.lstrip("\n")
+        if text:
+            found.append((part, text))
+            setattr(self, part, before + text)
+
+
+def parse_model_output(
+    text: str,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    opened: bool = False,
+    parser: str | None = TAGS,
+    read: Callable[[str], list[Call]] | None = None,
+) -> ParsedModelOutput:
+    """A whole turn; ``tools`` in OpenAI's form. Without ``read`` tool calls are those of `TAGS`."""
+    splitter = Splitter(opened=opened, marker=MARKERS.get(parser, "") if tools and parser else None)
+    splitter.feed(text)
+    splitter.finish()
+    return parsed(splitter, read or (lambda calls: parse_tool_uses(calls, tools)))
+
+
+def parsed(splitter: Splitter, read: Callable[[str], list[Call]]) -> ParsedModelOutput:
+    """What a splitter has found, with its calls as ``read`` reads them, which raises ValueError where it cannot."""
+    result = ParsedModelOutput(splitter.reasoning, splitter.content)
+    if splitter.calls:
+        try:
+            result.calls = read(splitter.calls)
+        except ValueError:
+            result.ill_formed = True
+        if not result.calls:
+            result.content += ("\n" if result.content else "") + splitter.calls
+    return result
+
+
+def parse_tool_uses(text: str, tools: Iterable[Mapping[str, Any]] | None = None) -> list[Call]:
+    """The calls in a text of `TAGS`, each a JSON object, or Qwen's or GLM's tags; ValueError where one cannot be read.
+    Values of tags are text; those that the tool's schema says are none are JSON, where they can be read as such."""
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools or ()}
+    calls = []
+    for part in text.split(CALL)[1:]:
+        body, end, _ = part.partition(CALL_END)
+        if not end:
+            raise ValueError("a tool call has no end")
+        calls.append(_call(body.strip(), schemas))
+    return calls
+
+
+parse_xml_tool_uses = parse_tool_uses
+"""Upstream's name."""
+
+
+def _call(body: str, schemas: Mapping[str, Any]) -> Call:
+    if body.startswith("{"):
+        value = json.loads(body)
+        name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments or "{}")
+    else:
+        if match := _FUNCTION.fullmatch(body):
+            name, pairs = match[1], _PARAMETER.findall(match[2])
+        else:
+            name, pairs = body.partition("<arg_key>")[0].strip(), _ARGUMENT.findall(body)
+        arguments = {key.strip(): _value(text, schemas.get(name, {}), key.strip()) for key, text in pairs}
+    if not isinstance(name, str) or not re.fullmatch(r"[^\s<>]+", name) or not isinstance(arguments, dict):
+        raise ValueError("a tool call has no name, or its arguments are no object")
+    return {"name": name, "arguments": arguments}
+
+
+def _value(text: str, schema: Mapping[str, Any], key: str) -> Any:
+    described = (schema.get("properties") or {}).get(key) or {}
+    if described.get("type") in (None, "string"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,438 @@
+"""The gateway with the clients that agents use, OpenAI's and Anthropic's; the engine says what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+from aiohttp import web
+from transformers import AutoTokenizer
+
+from slime.agent.gateway import Gateway
+from slime.agent.rendering import TurnRenderer
+from slime.agent.session import Budget, Generated, Session, SessionError
+from slime.data import Sample
+from tests import chat_templates
+
+NUM_GPUS = 0
+PATH = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+FUNCTION = {"name": "ls", "description": "", "parameters": PATH | {"additionalProperties": False}, "strict": True}
+TOOLS: list[Any] = [{"type": "function", "function": FUNCTION}]
+CALL = '<tool_call>\n{"name": "ls", "arguments": {"path": "/"}}\n</tool_call>'
+END = "<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def renderer(make_tokenizer: Callable[[str | None], Path]) -> TurnRenderer:
+    return TurnRenderer(AutoTokenizer.from_pretrained(str(make_tokenizer(chat_templates.QWEN_3))))
+
+
+class Engine:
+    """Answers by the texts that it was given, a token at a time."""
+
+    def __init__(self, renderer: TurnRenderer, *answers: str, reason: str = "stop") -> None:
+        self._renderer, self.answers, self._reason = renderer, list(answers), reason
+        self.asked: list[tuple[list[int], dict[str, Any]]] = []
+        self.cancelled = 0
+        self.pause: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
+
+    async def generate(
+        self, prompt: list[int], params: dict[str, Any], on_tokens: Callable[[Sequence[int]], None] | None
+    ) -> Generated:
+        self.asked.append((prompt, params))
+        ids = self._renderer._tokenizer(self.answers.pop(0), add_special_tokens=False)["input_ids"]
+        ids = ids[: params["max_new_tokens"]]
+        try:
+            for token in ids:
+                await self.pause()
+                if on_tokens is not None:
+                    on_tokens([token])
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        log_probs = [-0.5] * len(ids)
+        return Generated(ids, log_probs, self._reason, [("7", len(ids))], {"cached_tokens": 3})
+
+    async def read_calls(self, parser: str, text: str, tools: Any) -> list[Any]:
+        assert parser == "llama3"
+        return [json.loads(text.removeprefix("<|python_tag|>"))]
+
+
+def session(renderer: TurnRenderer, *answers: str, reason: str = "stop", **options: Any) -> tuple[Session, Engine]:
+    engine = Engine(renderer, *answers, reason=reason)
+    return Session(engine, renderer, **options), engine
+
+
+async def served(made: Session, use: Callable[[str, str], Awaitable[Any]], gateway: Gateway | None = None) -> Any:
+    """What ``use`` gives, with the gateway's address and the session's key."""
+    gateway = gateway or Gateway()
+    runner = web.AppRunner(gateway.app(), handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        return await use(f"http://127.0.0.1:{runner.addresses[0][1]}", gateway.open_session(made))
+    finally:
+        await runner.cleanup()
+
+
+def of_openai(made: Session, use: Callable[[openai.AsyncOpenAI], Awaitable[Any]], *, in_path: bool = False) -> Any:
+    async def run(url: str, key: str) -> Any:
+        base = f"{url}/sessions/{key}/v1" if in_path else f"{url}/v1"
+        async with openai.AsyncOpenAI(base_url=base, api_key="any" if in_path else key, max_retries=0) as client:
+            return await use(client)
+
+    return asyncio.run(served(made, run))
+
+
+def of_anthropic(made: Session, use: Callable[[anthropic.AsyncAnthropic], Awaitable[Any]]) -> Any:
+    async def run(url: str, key: str) -> Any:
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as client:
+            return await use(client)
+
+    return asyncio.run(served(made, run))
+
+
+ASK: list[Any] = [{"role": "user", "content": "What is there?"}]
+ANSWERS = (f"<think>\nHm.\n</think>\n\nI look.\n{CALL}{END}", f"<think>\nSo.\n</think>\n\nNothing \u00fcber.{END}")
+
+
+def check_what_was_asked(engine: Engine, made: Session) -> None:
+    """Two turns, the second behind the first, token for token; both are trained."""
+    (first, params), (second, _) = engine.asked
+    text = made.memory.renderer.decode(second)
+    assert text.startswith(made.memory.renderer.decode(first) + ANSWERS[0])
+    assert text.endswith("<tool_response>\na b\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert params["max_new_tokens"] == 512
+    (sample,) = made.samples(Sample(index=1), 1.0)
+    assert sample.loss_mask is not None
+    trained = [
+        token for token, mask in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True) if mask
+    ]
+    assert made.memory.renderer.decode(trained) == "".join(ANSWERS)
+    assert sample.weight_versions == ["7", "7"]
+    assert sample.metadata["agent"]["turns"] == 2
+    assert sample.metadata["agent"]["forks"] == 0
+
+
+@pytest.mark.parametrize("in_path", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_openais_client_has_a_tool_called(renderer: TurnRenderer, stream: bool, in_path: bool) -> None:
+    made, engine = session(renderer, *ANSWERS, params={"max_new_tokens": 512, "temperature": 1.0})
+
+    async def ask(client: openai.AsyncOpenAI, messages: list[Any]) -> Any:
+        how: dict[str, Any] = {"model": "m", "messages": messages, "tools": TOOLS, "temperature": 0.1, "seed": 3}
+        if not stream:
+            return (await client.chat.completions.create(**how)).choices[0]
+        async with client.chat.completions.stream(**how, stream_options={"include_usage": True}) as events:
+            kinds = {event.type async for event in events}
+            assert {"chunk", "content.delta"} <= kinds
+            return (await events.get_final_completion()).choices[0]
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        assert [model.id async for model in client.models.list()] == ["slime"]
+        first = await ask(client, ASK)
+        assert first.finish_reason == "tool_calls"
+        assert first.message.content == "I look."
+        (call,) = first.message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("ls", {"path": "/"})
+        again = {"role": "assistant", "content": "I look. ", "tool_calls": [call.model_dump(exclude={"index"})]}
+        again["tool_calls"][0]["function"]["arguments"] = ' {"path":"/"}'  # and its thoughts are gone
+        result = {"role": "tool", "tool_call_id": call.id, "content": "a b"}
+        second = await ask(client, [*ASK, again, result])
+        assert (second.finish_reason, second.message.content) == ("stop", "Nothing \u00fcber.")
+
+    of_openai(made, use, in_path=in_path)
+    check_what_was_asked(engine, made)
+    assert engine.asked[0][1]["temperature"] == 1.0, "as it is trained, whatever the client asks for"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropics_client_has_a_tool_called(renderer: TurnRenderer, stream: bool) -> None:
+    made, engine = session(renderer, *ANSWERS, params={"max_new_tokens": 512})
+    tools: list[Any] = [{"name": "ls", "description": "", "input_schema": FUNCTION["parameters"]}]
+
+    async def ask(client: anthropic.AsyncAnthropic, messages: list[Any]) -> Any:
+        how: dict[str, Any] = {"model": "m", "max_tokens": 1024, "messages": messages, "tools": tools}
+        if not stream:
+            return await client.messages.create(**how)
+        async with client.messages.stream(**how) as events:
+            kinds = [event.type async for event in events]
+            assert {"thinking", "text", "content_block_start", "content_block_stop", "message_stop"} <= set(kinds)
+            return await events.get_final_message()
+
+    async def use(client: anthropic.AsyncAnthropic) -> None:
+        first = await ask(client, ASK)
+        assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
+        assert (first.content[0].thinking, first.content[1].text) == ("Hm.", "I look.")
+        assert (first.content[2].name, first.content[2].input) == ("ls", {"path": "/"})
+        assert first.stop_reason == "tool_use"
+        assert first.usage.input_tokens + first.usage.cache_read_input_tokens == len(engine.asked[0][0])
+        again = {"role": "assistant", "content": [block.model_dump() for block in first.content]}
+        result = {
+            "type": "tool_result",
+            "tool_use_id": first.content[2].id,
+            "content": [{"type": "text", "text": "a b"}],
+        }
+        messages = [*ASK, again, {"role": "user", "content": [result]}]
+        count = await client.messages.count_tokens(model="m", messages=messages, tools=tools)
+        second = await ask(client, messages)
+        assert second.content[-1].text == "Nothing \u00fcber."
+        assert second.stop_reason == "end_turn"
+        assert count.input_tokens == len(engine.asked[1][0])
+
+    of_anthropic(made, use)
+    check_what_was_asked(engine, made)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["items", "previous_response_id"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_openais_client_has_responses(renderer: TurnRenderer, stream: bool, kept: bool) -> None:
+    made, engine = session(renderer, *ANSWERS, params={"max_new_tokens": 512})
+    tools: list[Any] = [{"type": "function", **FUNCTION}]
+
+    async def ask(client: openai.AsyncOpenAI, given: Any, **more: Any) -> Any:
+        how: dict[str, Any] = {"model": "m", "input": given, "tools": tools, **more}
+        if not stream:
+            return await client.responses.create(**how)
+        async with client.responses.stream(**how) as events:
+            kinds = [event.type async for event in events]
+            assert {"response.created", "response.output_text.delta", "response.completed"} <= set(kinds)
+            return await events.get_final_response()
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        first = await ask(client, "What is there?")
+        assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+        assert first.output_text == "I look."
+        call = first.output[-1]
+        assert (call.name, json.loads(call.arguments)) == ("ls", {"path": "/"})
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "a b"}
+        if kept:
+            second = await ask(client, [result], previous_response_id=first.id)
+        else:
+            items = [item.model_dump(exclude={"parsed_arguments"}) for item in first.output]
+            second = await ask(client, [{"role": "user", "content": "What is there?"}, *items, result])
+        assert (second.output_text, second.status) == ("Nothing \u00fcber.", "completed")
+        assert second.usage.input_tokens == len(engine.asked[1][0])
+
+    of_openai(made, use)
+    check_what_was_asked(engine, made)
+
+
+def test_who_has_no_key_gets_nothing(renderer: TurnRenderer) -> None:
+    made, engine = session(renderer, "a")
+
+    async def use(url: str, key: str) -> None:
+        async with aiohttp.ClientSession() as client:
+            for path, headers in (
+                ("/v1/chat/completions", {}),
+                ("/v1/chat/completions", {"Authorization": "Bearer default"}),
+                ("/v1/responses", {"Authorization": f"Basic {key}"}),
+                ("/v1/messages", {"X-Api-Key": key[:-1]}),
+                ("/v1/messages/count_tokens", {}),
+                ("/sessions/default/v1/chat/completions", {}),
+            ):
+                body = {"messages": ASK, "user": key, "metadata": {"session_id": key}}
+                async with client.post(url + path, json=body, headers=headers) as reply:
+                    assert reply.status == 401, path
+                    told = await reply.json()
+                    assert "no session of this key is open" in str(told)
+                    assert (told.get("type") == "error") == path.startswith("/v1/messages")
+            async with client.get(f"{url}/v1/models") as reply:
+                assert reply.status == 401
+            async with client.get(f"{url}/healthz") as reply:
+                assert reply.status == 200
+
+    asyncio.run(served(made, use))
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("chat/completions", {}, "messages is not a list of objects"),
+        ("chat/completions", {"messages": []}, "is an empty list of messages"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, "has neither 'content' nor 'tool_calls'"),
+        ("chat/completions", {"messages": [{"role": "priest", "content": "?"}]}, "priest"),
+        ("chat/completions", {"messages": ASK, "n": 2}, "n must be 1"),
+        ("chat/completions", {"messages": ASK, "max_tokens": 0}, "must be a positive integer, not 0"),
+        ("chat/completions", {"messages": ASK, "tools": TOOLS, "tool_choice": "required"}, "'required' is not served"),
+        ("chat/completions", {"messages": ASK, "tools": [{"type": "web"}]}, "tools is not a list of functions"),
+        ("chat/completions", {"messages": ASK, "response_format": {"type": "json_object"}}, "grammar"),
+        ("responses", {"input": 3}, "input is neither text nor a list of items"),
+        ("responses", {"input": "?", "previous_response_id": "resp_1"}, "the session has no such response"),
+        ("responses", {"input": [{"type": "computer_call"}]}, "'computer_call' is not served"),
+        ("messages", {"messages": ASK, "max_tokens": 5, "tool_choice": {"type": "any"}}, "'required' is not served"),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image'"),
+        ("messages", {"messages": [{"role": "user", "content": 3}]}, "needs a role"),
+        ("messages", {"messages": ASK, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "client's own"),
+    ],
+)
+def test_what_no_turn_can_be_made_of_is_refused_in_words(
+    renderer: TurnRenderer, path: str, body: dict[str, Any], words: str
+) -> None:
+    made, engine = session(renderer, "a")
+
+    async def use(url: str, key: str) -> None:
+        async with aiohttp.ClientSession() as client:
+            for stream in (False, True):
+                headers = {"Authorization": f"Bearer {key}"}
+                async with client.post(f"{url}/v1/{path}", json=body | {"stream": stream}, headers=headers) as reply:
+                    assert reply.status == 400
+                    told = await reply.json()
+            assert words in told["error"]["message"]
+            assert told["error"]["type"] == "invalid_request_error"
+            async with client.post(f"{url}/v1/{path}", data=b"{", headers=headers) as reply:
+                assert reply.status == 400
+                assert "the body is not JSON" in (await reply.json())["error"]["message"]
+
+    asyncio.run(served(made, use))
+    assert engine.asked == []
+    assert made.memory.counters.turns == 0
+
+
+@pytest.mark.parametrize(
+    ("budget", "answers", "words"),
+    [
+        (Budget(turns=2), 2, "the session has had its 2 turns"),
+        (Budget(tokens=4), 2, "the session has had its 4 tokens"),
+        (Budget(seconds=1e-9), 0, "the session has had its 1e-09 seconds"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_session_takes_no_more_than_its_budget(
+    renderer: TurnRenderer, budget: Budget, answers: int, words: str, stream: bool
+) -> None:
+    made, engine = session(renderer, *["abc"] * 3, budget=budget)
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        for _ in range(answers):
+            await client.chat.completions.create(model="m", messages=ASK)
+        with pytest.raises(openai.RateLimitError, match=words):
+            await client.chat.completions.create(model="m", messages=ASK, stream=stream)
+
+    of_openai(made, use)
+    made_tokens = [len(node.output) for node in made.memory.trajectory.nodes]
+    assert made_tokens == ([3, 1] if budget.tokens else [3] * answers)
+    assert len(engine.asked) == answers
+
+
+def test_where_the_context_is_full_an_answer_is_empty_and_cut(renderer: TurnRenderer) -> None:
+    length = len(renderer.first(ASK))
+    for room, text in ((2, "ab"), (0, "")):
+        made, engine = session(renderer, "abc", reason="length", budget=Budget(context=length + room))
+
+        async def use(client: openai.AsyncOpenAI, text: str = text) -> None:
+            reply = await client.chat.completions.create(model="m", messages=ASK)
+            assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (text, "length")
+
+        of_openai(made, use)
+        assert len(engine.asked) == bool(room)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_has_had_no_turn(renderer: TurnRenderer, stream: bool) -> None:
+    made, engine = session(renderer, "a" * 50, "b")
+    begun = asyncio.Event()
+
+    async def pause() -> None:
+        begun.set()
+        await asyncio.sleep(0.05)
+
+    async def use(url: str, key: str) -> None:
+        engine.pause = pause
+        headers = {"Authorization": f"Bearer {key}"}
+        async with aiohttp.ClientSession() as client:
+            body = {"messages": ASK, "stream": stream}
+            asking = asyncio.create_task(client.post(f"{url}/v1/chat/completions", json=body, headers=headers))
+            await begun.wait()
+            if stream:
+                (await asking).close()
+            asking.cancel()
+        for _ in range(200):
+            if engine.cancelled:
+                break
+            await asyncio.sleep(0.05)
+        engine.pause = lambda: asyncio.sleep(0)
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+            reply = await client.chat.completions.create(model="m", messages=ASK)
+            assert reply.choices[0].message.content == "b"
+
+    asyncio.run(served(made, use))
+    assert engine.cancelled == 1
+    assert made.memory.counters.turns == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_fails_is_told_in_the_apis_form(renderer: TurnRenderer, stream: bool) -> None:
+    made, engine = session(renderer, "ab", "ab")
+    failed = 0
+
+    async def pause() -> None:
+        nonlocal failed
+        failed += 1
+        if failed % 2 == 0:
+            raise SessionError(503, "the rollout has enough samples")
+
+    engine.pause = pause
+
+    async def use(client: anthropic.AsyncAnthropic) -> None:
+        how: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": ASK}
+
+        async def ask() -> None:
+            if not stream:
+                await client.messages.create(**how)
+            async with client.messages.stream(**how) as events:
+                await events.get_final_message()
+
+        with pytest.raises(anthropic.APIStatusError, match="the rollout has enough samples"):
+            await ask()
+
+    of_anthropic(made, use)
+    assert made.memory.counters.turns == 0
+
+
+def test_a_closed_session_ends_its_turns_and_takes_no_more(renderer: TurnRenderer) -> None:
+    made, engine = session(renderer, "a" * 50)
+    gateway = Gateway()
+    begun = asyncio.Event()
+
+    async def pause() -> None:
+        begun.set()
+        await asyncio.sleep(60)
+
+    engine.pause = pause
+
+    async def use(url: str, key: str) -> None:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+            asking = asyncio.create_task(client.chat.completions.create(model="m", messages=ASK))
+            await asyncio.wait_for(begun.wait(), 60)
+            assert await gateway.close_session(key, wait=0.05) is made
+            with pytest.raises(openai.APIError):
+                await asyncio.wait_for(asking, 60)
+            with pytest.raises(openai.AuthenticationError):
+                await client.chat.completions.create(model="m", messages=ASK)
+            assert await gateway.close_session(key) is None
+
+    asyncio.run(served(made, use, gateway))
+    assert engine.cancelled == 1
+
+
+def test_calls_of_another_form_are_read_by_the_engine(renderer: TurnRenderer) -> None:
+    call = '<|python_tag|>{"name": "ls", "arguments": {}}'
+    made, _ = session(renderer, f"So: {call}", parser="llama3")
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        message = (await client.chat.completions.create(model="m", messages=ASK, tools=TOOLS)).choices[0].message
+        assert message.content == "So:"
+        assert message.tool_calls is not None
+        assert message.tool_calls[0].function.name == "ls"  # type: ignore[union-attr]
+
+    of_openai(made, use)

@@ -1,0 +1,153 @@
+"""Thoughts, words and tool calls of a turn: the same at its end as while it comes, in whatever pieces."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from slime.agent.parsing import MARKERS, ParsedModelOutput, Splitter, parse_model_output, parse_tool_uses, parser_of
+from tests import chat_templates
+
+NUM_GPUS = 0
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}, "path": {"type": "string"}, "o": {"type": "object"}},
+}
+TOOLS = [{"type": "function", "function": {"name": "ls", "parameters": SCHEMA}}]
+JSON_CALL = '<tool_call>\n{"name": "ls", "arguments": {"path": "1", "n": 2}}\n</tool_call>'
+QWEN_CALL = (
+    "<tool_call>\n<function=ls>\n<parameter=path>\n1\n</parameter>\n<parameter=n>\n2\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+GLM_CALL = (
+    "<tool_call>ls\n<arg_key>path</arg_key>\n<arg_value>1</arg_value>\n<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n"
+    "</tool_call>"
+)
+CALL = {"name": "ls", "arguments": {"path": "1", "n": 2}}
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (JSON_CALL, [CALL]),
+        (QWEN_CALL, [CALL]),
+        (GLM_CALL, [CALL]),
+        (f"{JSON_CALL}\n{QWEN_CALL} and {GLM_CALL}", [CALL] * 3),
+        ('<tool_call>{"name": "ls", "arguments": "{\\"n\\": 1}"}</tool_call>', [{"name": "ls", "arguments": {"n": 1}}]),
+        ('<tool_call>{"name": "ls"}</tool_call>', [{"name": "ls", "arguments": {}}]),
+        ("<tool_call>\n<function=ls>\n</function>\n</tool_call>", [{"name": "ls", "arguments": {}}]),
+        ("<tool_call>ls</tool_call>", [{"name": "ls", "arguments": {}}]),
+        (
+            '<tool_call><function=ls><parameter=o>{"a": [1]}</parameter>'
+            "<parameter=n>x</parameter></function></tool_call>",
+            [{"name": "ls", "arguments": {"o": {"a": [1]}, "n": "x"}}],
+        ),
+        (
+            "<tool_call><function=cat><parameter=n>\n 2\n3\n</parameter></function></tool_call>",
+            [{"name": "cat", "arguments": {"n": " 2\n3"}}],
+        ),
+        ("no call", []),
+    ],
+)
+def test_calls_are_read_in_each_form(text: str, calls: list[Any]) -> None:
+    assert parse_tool_uses(text, TOOLS) == calls
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>\n{",
+        '<tool_call>{"name": "ls"',
+        '<tool_call>{"name": "ls", "arguments": {}',
+        '<tool_call>{"name": "ls", "arguments": [1]}</tool_call>',
+        '<tool_call>{"arguments": {}}</tool_call>',
+        "<tool_call>what do I want?</tool_call>",
+        "<tool_call></tool_call>",
+        f"{JSON_CALL}<tool_call>",
+    ],
+)
+def test_a_call_that_cannot_be_read_is_said_so_and_stays_words(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_tool_uses(text, TOOLS)
+    assert parse_model_output(f"I look.\n{text}", TOOLS) == ParsedModelOutput("", f"I look.\n{text}", [], True)
+
+
+WHOLE: list[tuple[str, bool, Any, ParsedModelOutput]] = [
+    ("Hello.\n\nYou.", False, TOOLS, ParsedModelOutput("", "Hello.\n\nYou.")),
+    ("<think>\nHm.\n</think>\n\nHello.", False, TOOLS, ParsedModelOutput("Hm.", "Hello.")),
+    ("\nHm.\n</think>\n\nHello. ", True, TOOLS, ParsedModelOutput("Hm.", "Hello. ")),
+    ("\nHm", True, TOOLS, ParsedModelOutput("Hm", "")),
+    ("<think></think>", False, TOOLS, ParsedModelOutput("", "")),
+    ("<thin", False, TOOLS, ParsedModelOutput("", "<thin")),
+    (f"<think>a < b</think>I look.\n\n{JSON_CALL}", False, TOOLS, ParsedModelOutput("a < b", "I look.", [CALL])),
+    (f"{QWEN_CALL}\n{GLM_CALL}\n", False, TOOLS, ParsedModelOutput("", "", [CALL, CALL])),
+    (f"a {JSON_CALL}", False, None, ParsedModelOutput("", f"a {JSON_CALL}")),
+    ("a <tool", False, TOOLS, ParsedModelOutput("", "a <tool")),
+    ("a <tool_cal b", False, TOOLS, ParsedModelOutput("", "a <tool_cal b")),
+    ("", False, TOOLS, ParsedModelOutput()),
+    ("I say <think>no</think>.", False, TOOLS, ParsedModelOutput("", "I say <think>no</think>.")),
+]
+
+
+@pytest.mark.parametrize(("text", "opened", "tools", "expected"), WHOLE)
+def test_a_turn_is_the_same_whole_and_in_pieces(
+    text: str, opened: bool, tools: Any, expected: ParsedModelOutput
+) -> None:
+    assert parse_model_output(text, tools, opened=opened) == expected
+    for seed in range(20):
+        rng, told = random.Random(seed), {"reasoning": "", "content": ""}
+        splitter, rest = Splitter(opened=opened, marker=MARKERS["tags"] if tools else None), text
+        while rest:
+            size = rng.randrange(1, 8)
+            for part, new in splitter.feed(rest[:size]):
+                told[part] += new
+            rest = rest[size:]
+        for part, new in splitter.finish():
+            told[part] += new
+        assert told == {"reasoning": expected.reasoning, "content": expected.content}
+        assert told == {"reasoning": splitter.reasoning, "content": splitter.content}
+        assert bool(splitter.calls) == bool(expected.calls)
+
+
+def test_words_are_told_as_they_come() -> None:
+    splitter = Splitter(opened=True, marker="<tool_call>")
+    told = [splitter.feed(text) for text in ("Hm", " so", ".\n</thi", "nk>\n\nI ", "look <", "tool_", "call>{")]
+    assert told == [
+        [("reasoning", "Hm")],
+        [("reasoning", " so")],
+        [("reasoning", ".")],
+        [("content", "I")],
+        [("content", " look")],
+        [],
+        [],
+    ]
+
+
+def test_what_may_be_a_call_of_a_form_that_nobody_knows_is_kept_to_the_end() -> None:
+    def read(text: str) -> list[Any]:
+        return [json.loads(text)] if text.startswith("{") else []
+
+    call = json.dumps(CALL)
+    assert parse_model_output(call, TOOLS, parser="new", read=read) == ParsedModelOutput("", "", [CALL])
+    assert parse_model_output("words", TOOLS, parser="new", read=read) == ParsedModelOutput("", "words")
+
+
+@pytest.mark.parametrize(
+    ("name", "parser"),
+    [
+        ("QWEN_2_5", "tags"),
+        ("QWEN_3", "tags"),
+        ("QWEN_3_5", "tags"),
+        ("GLM_4_5", "tags"),
+        ("DEEPSEEK_R1", "deepseekv3"),
+        ("DEEPSEEK_V3_1", "deepseekv31"),
+        ("KIMI_K2_THINKING", "kimi_k2"),
+        ("LLAMA_3_1", "llama3"),
+        ("LLAMA_3", None),
+    ],
+)
+def test_a_template_tells_how_its_model_calls(name: str, parser: str | None) -> None:
+    assert parser_of(getattr(chat_templates, name)) == parser
