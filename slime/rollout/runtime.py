@@ -66,6 +66,8 @@ class RolloutRuntime:
         """Who has given a reward that is not a dict."""
         self.told: set[tuple[str, ...]] = set()
         """What was warned of, and is not again (`is_first`)."""
+        self.services: dict[str, Any] = {}
+        """What others run beside it in this process, by a name that each knows."""
         self.version = _FIRST_VERSION
         """The newest weights at the engines, where the driver tells: that of train_async.py does."""
         self.engines = EngineSet(0, (), None)

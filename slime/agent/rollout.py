@@ -1,0 +1,157 @@
+"""Agents in rollouts: each sample is a session of the gateway, which an agent of the user's talks to.
+
+    --custom-generate-function-path slime.agent.rollout.generate --custom-agent-function-path my_agent.py:run
+
+The agent is a function ``async run(base_url, prompt, request_kwargs, metadata)``; ``base_url`` is that of an
+OpenAI-compatible server, of this session alone. What the model says there is what the sample is trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import threading
+from argparse import Namespace
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from slime.agent.aiohttp_threaded import AppHandle, run_app_in_thread
+from slime.agent.gateway import Gateway
+from slime.agent.in_rollout import InRollout
+from slime.agent.parsing import parser_of
+from slime.agent.rendering import TurnRenderer
+from slime.agent.session import Budget, Session
+from slime.data import Sample, Status
+from slime.data.rows.tokenizer import load_tokenizer
+from slime.rollout.engine.state import is_ending
+from slime.rollout.runtime import current
+from slime.rollout.user.hooks import accepted, call_hook
+from slime.utils.errors import SlimeError
+from slime.utils.misc import load_function
+
+_FLAG = "--custom-agent-function-path"
+_MODEL = "slime"
+_CLOSE_S = 5.0
+"""For turns of an agent that has returned without waiting for them."""
+
+
+class AgentError(SlimeError, RuntimeError):
+    """An agent that did nothing that could be trained."""
+
+
+def add_arguments(parser: argparse._ArgumentGroup) -> None:
+    """Flags of agents; slime adds them because a ``--custom-generate-function-path`` names this module."""
+    parser.add_argument("--custom-agent-function-path", help="async (base_url, prompt, request_kwargs, metadata)")
+    parser.add_argument("--agent-max-turns", type=int, default=0, help="Answers of one session; 0: any number.")
+    parser.add_argument("--agent-max-tokens", type=int, default=0, help="Tokens that one session generates; 0: any.")
+    parser.add_argument("--agent-max-seconds", type=float, default=0.0, help="That one session is open; 0: any.")
+    parser.add_argument("--agent-host", help="Where the gateway listens; by default where the router does.")
+    parser.add_argument("--agent-port", type=int, default=0, help="Its port; 0: any that is free.")
+
+
+class AgentSession:
+    """A session of the gateway's.
+
+    Attributes:
+        url: the gateway's, without a path: for Anthropic's client, with ``key``.
+        base_url: for OpenAI's, whose key may be anything.
+        key: what opens the session.
+    """
+
+    def __init__(self, session: Session, url: str, key: str, engine: InRollout) -> None:
+        self.url, self.key, self.base_url = url, key, f"{url}/sessions/{key}/v1"
+        self._session, self._engine = session, engine
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a turn was refused because the rollout has enough samples."""
+        return self._engine.aborted
+
+    def samples(self, base: Sample, reward: float | dict[str, Any] | None = None) -> list[Sample]:
+        """What is trained, one sample a path, all with this reward; none where the model has said nothing."""
+        return self._session.samples(base, reward)
+
+
+@contextlib.asynccontextmanager
+async def open_session(
+    args: Namespace, sample: Sample, sampling_params: Mapping[str, Any], budget: Budget | None = None
+) -> AsyncIterator[AgentSession]:
+    """Within the block, a session whose turns are requests of the sample's: they wait for places and weight updates as
+    others do, and end with the rollout. Its samples are there after the block, too."""
+    budget = budget or Budget(
+        turns=getattr(args, "agent_max_turns", 0),
+        tokens=getattr(args, "agent_max_tokens", 0),
+        context=args.rollout_max_context_len or 0,
+        seconds=getattr(args, "agent_max_seconds", 0.0),
+    )
+    renderer, parser = await asyncio.to_thread(_renderer, args, sample)
+    engine = InRollout(args, sample)
+    session = Session(engine, renderer, parser=parser, params=sampling_params, budget=budget)
+    gateway, handle = await asyncio.to_thread(_gateway, args)
+    key = gateway.open_session(session)
+    try:
+        yield AgentSession(session, handle.url, key, engine)
+    finally:
+        closing = asyncio.run_coroutine_threadsafe(gateway.close_session(key, _CLOSE_S), handle.loop)
+        await asyncio.wrap_future(closing)
+
+
+async def generate(
+    args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample | list[Sample]:
+    """One session of the agent that ``--custom-agent-function-path`` names. A ``reward`` in what the agent returns is
+    that of all its samples; else they are rewarded as others are. In an evaluation the last path alone counts."""
+    path = args.custom_agent_function_path
+    if path is None:
+        raise AgentError(f"slime.agent.rollout.generate needs {_FLAG}")
+    function = load_function(path, flag=_FLAG, default_names=("run", "agent"))
+    asked = {"model": _MODEL, "max_tokens": sampling_params["max_new_tokens"]}
+    metadata = {"label": sample.label, **sample.metadata}
+    async with open_session(args, sample, sampling_params) as session:
+        known = accepted(function, sample=sample, session=session, evaluation=evaluation)
+        try:
+            result = await call_hook(
+                function, f"{_FLAG} {path}", session.base_url, sample.prompt, asked, metadata, limit=None, **known
+            )
+        except Exception:
+            if not session.aborted:
+                raise
+            result = None
+    if session.aborted or is_ending():
+        sample.status = Status.ABORTED
+        return sample
+    result = result or {}
+    parts = session.samples(sample, result.get("reward"))
+    if not parts:
+        raise AgentError(f"{_FLAG} {path}: the agent of sample {sample.index} had no turn")
+    for part in parts:
+        part.metadata |= result.get("metadata") or {}
+    return parts[-1] if evaluation else parts
+
+
+def _renderer(args: Namespace, sample: Sample) -> tuple[TurnRenderer, str | None]:
+    """Of the model, and the parser of its tool calls."""
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    kwargs = sample.apply_chat_template_kwargs or args.apply_chat_template_kwargs or {}
+    named = getattr(args, "sglang_tool_call_parser", None)
+    return TurnRenderer(tokenizer, json.dumps(kwargs)), named or parser_of(tokenizer.get_chat_template())
+
+
+_starting = threading.Lock()
+
+
+def _gateway(args: Namespace) -> tuple[Gateway, AppHandle]:
+    """That of this process, which runs from now on."""
+    runtime = current()
+    if runtime is None:
+        raise AgentError("an agent's session is one of a rollout")
+    with _starting:
+        found = runtime.services.get("agent gateway")
+        if found is None:
+            gateway = Gateway()
+            host = getattr(args, "agent_host", None) or args.sglang_router_ip
+            handle = run_app_in_thread(gateway.app(), host, getattr(args, "agent_port", 0))
+            found = runtime.services["agent gateway"] = gateway, handle
+        return found

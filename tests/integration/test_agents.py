@@ -1,0 +1,121 @@
+"""Agents over a real engine and router: what they hear is what is trained, with the log-probs of the model."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slime.data import Sample, Status
+from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.runtime import RolloutRuntime
+from slime.rollout.sglang_rollout import generate_rollout
+from tests.integration.tiny import KEYS, Service, log_probs_of
+from tests.small_rollout import CHATML
+
+NUM_GPUS = 0
+pytestmark = pytest.mark.integration
+
+_TOKENS = 12
+_AGENT = """
+import anthropic, openai
+
+async def run(base_url, prompt, request_kwargs, metadata, session, sample):
+    messages = [{"role": "user", "content": prompt}]
+    heard = []
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="any") as client:
+        for turn in range(3):
+            reply = await client.chat.completions.create(messages=messages, **request_kwargs)
+            said = reply.choices[0].message
+            heard.append(said.content)
+            messages += [said.model_dump(exclude_none=True), {"role": "user", "content": str(turn)}]
+        text = ""
+        async with client.chat.completions.stream(messages=messages, **request_kwargs) as events:
+            async for event in events:
+                text += event.delta if event.type == "content.delta" else ""
+        heard.append(text)
+    # Another way, from the first turn on.
+    async with anthropic.AsyncAnthropic(base_url=session.url, api_key=session.key) as client:
+        messages = [*messages[:2], {"role": "user", "content": "!"}]
+        messages = [{"role": message["role"], "content": message["content"] or "-"} for message in messages]
+        reply = await client.messages.create(messages=messages, **request_kwargs)
+        heard.append(reply.content[0].text if reply.content else "")
+    return {"reward": float(sample.index), "metadata": {"heard": heard, "label": metadata["label"]}}
+"""
+
+
+@pytest.fixture
+def served(service: Service, tiny_model_dir: Path, tmp_path: Path) -> Iterator[Namespace]:
+    """Options of small rollouts over the session's engine, with agents."""
+    (tmp_path / "agent.py").write_text(_AGENT)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"input": f"{i}?", "label": f"l{i}"}) + "\n" for i in range(9)))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    service.control.flush_cache()
+    service.control.update_weights_from_disk(str(tiny_model_dir))
+    host, port = service.router.url.removeprefix("http://").rsplit(":", 1)
+    changes: dict[str, Any] = {
+        "hf_checkpoint": str(tmp_path / "tokenizer"),
+        "prompt_data": str(prompts),
+        "label_key": "label",
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 2,
+        "rollout_max_response_len": _TOKENS,
+        "rollout_timeout": 240.0,
+        "rollout_num_gpus": 1,
+        "custom_generate_function_path": "slime.agent.rollout.generate",
+        "custom_agent_function_path": f"{tmp_path / 'agent.py'}:run",
+        "num_engines": 1,
+        "sglang_router_ip": host,
+        "sglang_router_port": int(port),
+        "sglang_router_api_key": KEYS[0],
+        "sglang_enable_deterministic_inference": False,
+    }
+    args = Namespace(**{**vars(service.args), **changes})
+    runtime = RolloutRuntime(args)
+    runtime.set_engines([service.engine.url], KEYS[1])
+    with runtime.active():
+        yield args
+    runtime.services["agent gateway"][1].stop()
+
+
+def test_what_an_agent_hears_is_trained_once_with_the_models_log_probs(served: Namespace, tiny_model_dir: Path) -> None:
+    output = generate_rollout(served, 0, RolloutDataSourceWithBuffer(served))
+    assert isinstance(output, RolloutFnTrainOutput)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()
+    tokenizer = AutoTokenizer.from_pretrained(served.hf_checkpoint)
+    by_rollout: dict[int | None, list[Sample]] = {}
+    for sample in flatten_samples(output.samples):
+        by_rollout.setdefault(sample.index, []).append(sample)
+    assert len(by_rollout) == 4
+    for index, samples in by_rollout.items():
+        first, second = samples  # two paths, which share their first turn
+        assert first.rollout_id == second.rollout_id
+        assert [sample.reward for sample in samples] == [float(index or 0)] * 2
+        assert first.metadata["agent"]["turns"] == 5
+        assert first.metadata["agent"]["forks"] == 0
+        texts = []
+        for sample in samples:
+            assert sample.status in (Status.TRUNCATED, Status.COMPLETED)
+            assert sample.loss_mask is not None
+            assert sample.rollout_log_probs is not None
+            start = len(sample.tokens) - sample.response_length
+            expected = log_probs_of(model, sample.tokens[:start], sample.tokens[start:]).tolist()
+            for mask, log_prob, wanted in zip(sample.loss_mask, sample.rollout_log_probs, expected, strict=True):
+                assert not mask or abs(log_prob - wanted) < 1e-4
+            for begin, length in zip(sample.segment_starts, sample.segment_lengths, strict=True):
+                assert 0 < length <= _TOKENS
+                ids = sample.tokens[start + begin :][:length]
+                texts.append(tokenizer.decode([token for token in ids if token not in tokenizer.all_special_ids]))
+            assert sum(sample.loss_mask) == sum(sample.segment_lengths)
+        heard = first.metadata["heard"]
+        assert [text.lstrip("\n") for text in texts] == heard, "each turn once, in the order of the paths"
+        assert second.tokens[: len(first.tokens) - first.response_length] == first.tokens[: -first.response_length]
