@@ -12,6 +12,7 @@ added, up to --timeout seconds. Status 1 where the run refuses it, or did not ma
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ import requests  # noqa: E402
 
 from slime.files.control_file import read_control_file  # noqa: E402
 from slime.utils.errors import BadInputError  # noqa: E402
+from slime.utils.http_utils import ask_directly  # noqa: E402
 
 _ANSWER_S = 30.0
 _POLL_S = 0.5
@@ -49,12 +51,11 @@ class RunControl:
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """The answer; RefusedError without one."""
-        with requests.Session() as session:
-            session.trust_env = False  # no proxy of the host stands between
-            try:
-                reply = session.request(method, self._url + path, json=body, headers=self._headers, timeout=_ANSWER_S)
-            except requests.RequestException as error:
-                raise RefusedError(f"the run at {self._url} does not answer: has it ended? {error}") from None
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            reply = ask_directly(method, self._url + path, data=data, headers=self._headers, timeout=_ANSWER_S)
+        except requests.RequestException as error:
+            raise RefusedError(f"the run at {self._url} does not answer: has it ended? {error}") from None
         if not reply.ok:
             raise RefusedError(f"the run at {self._url}: {method} {path}: status {reply.status_code}: {reply.text}")
         return reply.json()

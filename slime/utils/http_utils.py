@@ -12,9 +12,21 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+import requests
+
 from slime.utils.http_client import Http, RequestError, current_http
 
-__all__ = ["PortReservation", "RequestError", "get", "host_ip", "host_port", "http_url", "post", "redact"]
+__all__ = [
+    "PortReservation",
+    "RequestError",
+    "ask_directly",
+    "get",
+    "host_ip",
+    "host_port",
+    "http_url",
+    "post",
+    "redact",
+]
 
 _PORTS = range(20000, 30000)
 LOOPBACK = "127.0.0.1"
@@ -28,6 +40,25 @@ def host_port(host: str, port: int) -> str:
 def http_url(host: str, port: int) -> str:
     """``http://host:port``, with brackets around an IPv6 address that has none yet."""
     return f"http://{host_port(host, port)}"
+
+
+def ask_directly(
+    method: str,
+    url: str,
+    *,
+    timeout: float | tuple[float, float],
+    headers: Mapping[str, str] | None = None,
+    data: bytes | None = None,
+    stream: bool = False,
+) -> requests.Response:
+    """The answer to one request, straight from the server: no proxy of the host stands between. ``timeout`` is for it
+    to come, or (for a connection, for the answer); with ``stream`` the body is left to be read. requests'
+    RequestException without an answer."""
+    # A session for each: callers are of several threads, and a connection that a pause of minutes left open may have
+    # been closed by the server.
+    with requests.Session() as session:
+        session.trust_env = False
+        return session.request(method, url, data=data, headers=headers, timeout=timeout, stream=stream)
 
 
 def redact(text: str, secrets: tuple[str, ...]) -> str:

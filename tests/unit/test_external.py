@@ -194,6 +194,19 @@ def test_a_server_must_serve_the_runs_model(
     assert message in str(raised.value)
 
 
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_a_damaged_config_is_no_other_hosts(server: Servers, tmp_path: Path, content: str) -> None:
+    """Of another host's model nothing is known; one that is here and cannot be read is told."""
+    args, damaged = run_args(tmp_path), tmp_path / "other" / "config.json"
+    server.answers["/server_info"] = 200, INFO | {"model_path": str(damaged.parent)}
+    (info,) = discover_external_engines([server.url], None)
+    check_serves(info, MODEL, 320, args)
+    damaged.parent.mkdir()
+    damaged.write_text(content)
+    with pytest.raises(EngineError, match=rf"{damaged} is damaged: "):
+        check_serves(info, MODEL, 320, args)
+
+
 def started(server: Servers, tmp_path: Path, vocabulary: int = 320) -> ExternalEngine:
     limits = {"rollout_health_check_timeout": 5.0, "rollout_health_check_interval": 60.0}
     args = run_args(tmp_path, **limits)

@@ -21,8 +21,10 @@ from slime.rollout.engine import state
 from slime.rollout.runtime import RolloutRuntime
 from slime.utils import http_client
 from slime.utils.http_client import Http, current_http
-from slime.utils.http_utils import PortReservation, RequestError, get, http_url, is_own_address, post
+from slime.utils.http_utils import PortReservation, RequestError, ask_directly, get, http_url, is_own_address, post
 from tests.fake_client import FakeClient
+from tests.fake_servers import Servers
+from tests.proxy import RecordingProxy
 
 NUM_GPUS = 0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -493,6 +495,26 @@ def test_reserved_ports_are_free_on_every_address_and_in_a_row() -> None:
                 other.bind(("0.0.0.0", port))
         after.close()
         block.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_servers_are_asked_past_the_hosts_proxies(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is left of a body can be read when the request is over."""
+    proxy, servers = RecordingProxy(), Servers()
+    servers.answers["/file"] = 200, "x" * (1 << 20)
+    for name, value in proxy.variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("no_proxy")
+    monkeypatch.delenv("NO_PROXY")
+    try:
+        url, key = f"{servers.url}/file", {"Authorization": "k"}
+        with ask_directly("GET", url, timeout=10.0, headers=key, stream=stream) as reply:
+            assert reply.json() == "x" * (1 << 20)
+        assert ask_directly("POST", url, timeout=(5.0, 10.0), data=b"[1]").ok
+        assert (servers.asked, servers.posted) == ([("/file", "k")], [("/file", [1])])
+    finally:
+        servers.close()
+        assert proxy.close() == []
 
 
 def test_an_ipv6_address_is_written_in_brackets_once() -> None:

@@ -121,13 +121,13 @@ smg_worker_retries_total{worker_type="regular",endpoint="generate"} 61
 
 def test_what_the_router_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     router = Router(Namespace(), "192.0.2.2", None, tmp_path / "log")
-    monkeypatch.setattr(requests.Session, "get", lambda *_, **__: Namespace(text=METRICS))
+    monkeypatch.setattr(requests.Session, "request", lambda *_, **__: Namespace(text=METRICS))
     assert router.failed_tries() == {"connection": 31, "cut_body": 2, "status_503": 30}
 
     def refuse(*_: Any, **__: Any) -> None:
         raise requests.ConnectionError
 
-    monkeypatch.setattr(requests.Session, "get", refuse)
+    monkeypatch.setattr(requests.Session, "request", refuse)
     assert router.failed_tries() == {}
 
 

@@ -17,6 +17,7 @@ import requests
 from slime.processes import kernel
 from slime.processes.kernel import Process
 from slime.processes.server_process import ServerProcess
+from slime.utils.http_utils import ask_directly
 from tools.quickstart import ROOT
 from tools.soaking.processes import OverError, command_line, strike
 from tools.soaking.watching import wait_for
@@ -64,9 +65,8 @@ class External:
             )
 
     def _answers(self) -> bool:
-        with contextlib.suppress(requests.RequestException), requests.Session() as session:
-            session.trust_env = False
-            return session.get(f"http://{self.address}/health", timeout=_ANSWER_S).ok
+        with contextlib.suppress(requests.RequestException):
+            return ask_directly("GET", f"http://{self.address}/health", timeout=_ANSWER_S).ok
         return False
 
     def name(self) -> str | None:

@@ -14,7 +14,7 @@ from slime.backends.sglang.loaded import ACTION, Loaded
 from slime.backends.sglang.token_stream import OnTokens, TokenStream
 from slime.utils.errors import SlimeError
 from slime.utils.http_client import Http, RequestError
-from slime.utils.http_utils import redact
+from slime.utils.http_utils import ask_directly, redact
 
 __all__ = ["ADAPTER", "EngineControl", "EngineError", "GenerateClient", "Loaded", "OnTokens", "RequestError"]
 
@@ -45,16 +45,12 @@ def ask_server(
         headers["Content-Type"] = "application/json"
     data = None if body is None else orjson.dumps(body)  # json takes seconds over adapters
     limits = (min(_CONNECT_TIMEOUT_S, timeout), timeout)
-    # A session for each call: control calls come from several threads, and one that a pause of minutes left open may
-    # have been closed by the server. Without trust_env no proxy of the host stands between us and the server.
-    with requests.Session() as session:
-        session.trust_env = False
-        try:
-            return session.request(method, url + path, data=data, headers=headers, timeout=limits)
-        except requests.Timeout as error:
-            raise NoAnswerError(f"{who}: {method} {path}: no answer within {timeout:.0f} s") from error
-        except requests.RequestException as error:
-            raise EngineError(f"{who}: {method} {path}: {error}") from error
+    try:
+        return ask_directly(method, url + path, data=data, headers=headers, timeout=limits)
+    except requests.Timeout as error:
+        raise NoAnswerError(f"{who}: {method} {path}: no answer within {timeout:.0f} s") from error
+    except requests.RequestException as error:
+        raise EngineError(f"{who}: {method} {path}: {error}") from error
 
 
 class EngineControl:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,9 @@ import requests
 
 from slime.backends.sglang.client import EngineControl, EngineError, NoAnswerError, ask_server
 from slime.backends.sglang.server import ExitInfo, Server
+from slime.files.json_file import read_object
 from slime.options.serving.sglang_config import DECODE, PREFILL, REGULAR
+from slime.utils.errors import BadInputError
 from slime.utils.http_utils import redact
 
 KEY_VARIABLES = ("SLIME_API_KEY", "SLIME_ADMIN_API_KEY")
@@ -156,12 +157,13 @@ def _longest(args: Namespace) -> int:
 
 
 def _config_of(directory: Any) -> dict[str, Any]:
-    """config.json of a model's directory; empty where it is not on this host."""
+    """config.json of a model's directory; empty where it is not on this host, EngineError where it is damaged."""
     try:
-        found = json.loads(Path(str(directory), "config.json").read_text())
-    except (OSError, ValueError):
+        return read_object(Path(str(directory), "config.json"))
+    except OSError:
         return {}
-    return found if isinstance(found, dict) else {}
+    except BadInputError as error:
+        raise EngineError(str(error)) from error
 
 
 def _plain(value: Any) -> str:

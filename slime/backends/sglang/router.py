@@ -18,7 +18,7 @@ from slime.backends.sglang.server import Server
 from slime.processes import kernel
 from slime.processes.server_process import ADMIN_KEY_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess, last_value
 from slime.utils.environment import server_environment
-from slime.utils.http_utils import LOOPBACK, http_url, redact
+from slime.utils.http_utils import LOOPBACK, ask_directly, http_url, redact
 
 _CALL_TIMEOUT_S = 10.0
 _WORKERS = "/workers"
@@ -157,12 +157,10 @@ class Router(Server):
 
     def failed_tries(self) -> Counter[str]:
         """Tries at engines that failed since its start, by cause; none where it does not tell."""
-        with requests.Session() as session:
-            session.trust_env = False
-            try:
-                text = session.get(self._metrics_url, timeout=_CALL_TIMEOUT_S).text
-            except requests.RequestException:
-                return Counter()
+        try:
+            text = ask_directly("GET", self._metrics_url, timeout=_CALL_TIMEOUT_S).text
+        except requests.RequestException:
+            return Counter()
         failed: Counter[str] = Counter()
         for labels, count in _RESPONSES.findall(text):
             named = dict(_LABEL.findall(labels))
