@@ -14,13 +14,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.files.checkpoints import LATEST, has_checkpoint, latest_name
+from slime.files.checkpoints import LATEST, RELEASE, has_checkpoint, is_release, latest_name
 from slime.observability import events
 from slime.processes import kernel
 from slime.utils.command_line import strike_secrets
@@ -30,6 +31,8 @@ _BAD_INPUT = 2
 _LEFT_S = 60.0
 """More than the janitor of a killed driver takes."""
 _POLL_S = 0.2
+_SETTINGS = "--custom-config-path"
+_REFERENCES = ("--ref-load", "--initial-megatron-checkpoint")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -39,36 +42,98 @@ def main(words: Sequence[str]) -> int:
         print(f"usage: {Path(__file__).name} MAX_RESTARTS -- PROGRAM train.py FLAG ...", file=sys.stderr)
         return _BAD_INPUT
     limit, command = int(words[0]), list(words[2:])
-    save, stale = value_of(command, "--save"), _latest(value_of(command, "--save"))
+    before = Before.of(command)
     kernel.adopt_orphans()
     others = _below()
     child = Child()
+    added: list[str] | None = []
     for restarts in range(limit + 1):
-        status = child.run(command if restarts == 0 else [*command, *resuming(command, stale)])
+        status = child.run([*command, *(added or [])])
         if status in (0, _BAD_INPUT) or child.signalled:
             return status
+        goes_on, added = _next(command, before, restarts < limit)
         left = f"{limit - restarts} of {limit} restarts left (--max-restarts)"
-        begins = "from its beginning"
-        if save is not None and (found := _latest(save)) and (found != stale or value_of(command, "--load")):
-            begins = f"from the checkpoint after rollout {found[0]} in {save}"
-        goes_on = f"the run is started again, {begins}" if restarts < limit else "it is not started again"
         print(f"{_PROGRAM}: the run ended with status {status}: {goes_on}; {left}", file=sys.stderr, flush=True)
         _note(command, status, goes_on)
         _wait_for_ends(others)
+        if added is None:
+            break
     return status
 
 
-def resuming(command: Sequence[str], stale: tuple[str, int] | None = None) -> list[str]:
-    """The flag that has a command go on from what it has saved; none where it says itself from where, saves nothing, or
-    has nothing there yet but what was ``stale`` before it."""
+def _next(command: Sequence[str], before: Before, may: bool) -> tuple[str, list[str] | None]:
+    """What becomes of a command that failed, in words, and the flags to add; None where it is not started again."""
+    if not may:
+        return "it is not started again", None
+    added = resuming(command, before)
+    if fixed := [flag for flag in added[::2] if _by_file(command, flag) not in (None, value_of(added, flag))]:
+        what = f"{', '.join(fixed)} of {_SETTINGS}"
+        return f"it is not started again: {what} would count more than what it has saved: give it as a flag", None
+    return f"the run is started again, {_origin([*command, *added])}", added
+
+
+@dataclass(frozen=True)
+class Before:
+    """What was there before the first start of a command."""
+
+    stale: tuple[str, int] | None = None
+    """The latest checkpoint in its ``--save``, which is no work of it."""
+    release: str | None = None
+    """The weights that its ``--load`` holds, where that holds no run to go on with."""
+
+    @classmethod
+    def of(cls, command: Sequence[str]) -> Before:
+        """It is now."""
+        load = value_of(command, "--load")
+        release = os.path.join(load, RELEASE) if load is not None and is_release(load) else None
+        return cls(_latest(value_of(command, "--save")), release)
+
+
+def resuming(command: Sequence[str], before: Before) -> list[str]:
+    """Flags that have a command go on from what it has saved, and count instead of its own; none where it saves
+    nothing, or has nothing there yet but what was there ``before``."""
     save = value_of(command, "--save")
-    if save is None or value_of(command, "--load") is not None or _latest(save) in (None, stale):
+    if save is None or _latest(save) in (None, before.stale):
         return []
-    return ["--load", save]
+    flags = ["--load", save]
+    if before.release is not None and not any(value_of(command, flag) for flag in _REFERENCES):
+        flags += ["--ref-load", before.release]  # it may have to stay close to what it started from
+    if value_of(command, "--critic-load") is not None:
+        flags += ["--critic-load", value_of(command, "--critic-save") or os.path.join(save, "critic")]
+    return flags
+
+
+def _origin(command: Sequence[str]) -> str:
+    """From where a command begins, in words."""
+    load = value_of(command, "--load")
+    found = _latest(load)
+    if found is None or found[0] == RELEASE:
+        return "from its beginning"
+    return f"from the checkpoint after rollout {found[0]} in {load}"
 
 
 def value_of(command: Sequence[str], flag: str) -> str | None:
-    """The last value of a flag on a command line; None where it is not there."""
+    """What a command has for a flag, ``~`` spelt out: by its file of settings, or by the last of it; None if not."""
+    found = _by_file(command, flag) or _last(command, flag)
+    return None if found is None else os.path.expanduser(found)
+
+
+def _by_file(command: Sequence[str], flag: str) -> str | None:
+    path = _last(command, _SETTINGS)
+    if path is None:
+        return None
+    from slime.options.flags.values import read_yaml
+
+    try:
+        settings = read_yaml(path)
+    except ValueError:  # which the driver says
+        return None
+    names = {str(key).replace("-", "_"): value for key, value in settings.items()} if isinstance(settings, dict) else {}
+    found = names.get(flag.removeprefix("--").replace("-", "_"))
+    return None if found is None else str(found)
+
+
+def _last(command: Sequence[str], flag: str) -> str | None:
     found = None
     for word, after in zip(command, [*command[1:], None], strict=True):
         if word == flag:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slime.files.checkpoints import LATEST
 from tests.integration import deadly_hooks
 from tests.integration.harness import ROOT, TrainProcess, assert_registered, read_metrics, series
 from tests.integration.test_faults import log_of
@@ -230,6 +231,31 @@ def test_a_killed_driver_is_started_again_and_ends_as_if_nothing_were(workspace:
     )
     assert [event["kind"] for event in events_of(run_dir)] == ["driver_died"]
     assert_equals(run_dir, uninterrupted)
+
+
+@pytest.mark.full
+def test_a_run_that_goes_on_from_another_ones_checkpoint_is_started_again_from_its_own(
+    workspace: Path, uninterrupted: Path
+) -> None:
+    first, second, log = workspace / "first", workspace / "second", workspace / "second.log"
+    # Of one directory: its files are those of an uninterrupted run.
+    line = pair_flags(workspace, second, save=str(first), num_rollout=2)
+    with TrainProcess(line, workspace / "first.log") as process:
+        assert process.wait(RUN_S) == 0, process.tail()
+        process.assert_no_process_left()
+    line = pair_flags(workspace, second, load=str(first), save=str(second / "kept"))
+    tool = ["2", "--", sys.executable, str(ROOT / "train.py")]
+    with TrainProcess([*tool, *line], log, driver="tools/restart_run.py") as process:
+        process.wait_until((second / "kept" / LATEST).exists, RUN_S, "a checkpoint")
+        process.find(str(ROOT / "train.py"), f"--run-dir {second}", without="restart_run.py").kill()
+        assert process.wait(RUN_S) == 0, process.tail()
+        process.assert_no_process_left()
+    said = log.read_text()
+    assert f"training goes on from {first}/iter_0000001 (--load)" in said
+    assert "launch: the run ended with status 137: the run is started again, from the checkpoint after rollout" in said
+    assert f"training goes on from {second}/kept/iter_" in said
+    assert [event["kind"] for event in events_of(second)] == ["driver_died"]
+    assert_equals(second, uninterrupted)
 
 
 @pytest.mark.full

@@ -13,10 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
+from slime.files.checkpoints import LATEST
+from slime.options.checks.checkpoint_rules import starting_point
+from tests.command_line import Parse, command, write_checkpoint, write_model
 from tests.recorder import SCRIPTS
 from tests.shipped import ROOT
 from tests.waiting import wait_for
-from tools.restart_run import resuming, value_of
+from tools.restart_run import Before, resuming, value_of
 
 NUM_GPUS = 0
 _WAIT_S = 60.0
@@ -140,13 +143,117 @@ def test_checkpoints_of_another_run_are_not_resumed(tmp_path: Path) -> None:
     assert "the run is started again, from its beginning" in said[0]
 
 
-def test_a_command_says_itself_from_where_it_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
-    save = str(tmp_path)
-    assert resuming(["train.py", f"--save={save}"]) == ["--load", save]
-    assert resuming(["train.py", "--save", save, "--load=other"]) == []
-    assert resuming(["train.py"]) == resuming(["train.py", "--save", str(tmp_path / "none")]) == []
-    assert value_of(["--save", "a", "--save", "b", "--save-hf", "c"], "--save") == "b"
+@pytest.mark.parametrize(
+    ("words", "began", "expected"),
+    [
+        ("--save kept", "model", {}),
+        ("--save=kept", "model", {}),
+        ("--load first --save kept", "first/iter_0000004", {}),
+        ("--load=first --save=kept", "first/iter_0000004", {}),
+        ("--load kept --save kept", "model", {}),
+        ("--load converted --save kept", "converted", {"ref_load": "converted/release"}),
+        ("--load converted --ref-load converted --save kept", "converted", {"ref_load": "converted"}),
+        (
+            "--load converted --initial-megatron-checkpoint converted --save kept",
+            "converted",
+            {"ref_load": "converted"},
+        ),
+        ("--ref-load ref --save kept", "ref", {"ref_load": "ref"}),
+        ("--load first --ref-load ref --save kept", "first/iter_0000004", {"ref_load": "ref"}),
+        (
+            "--save kept --advantage-estimator ppo --critic-load ref",
+            "model",
+            {"critic_load": "kept/critic", "critic_save": "kept/critic", "critic_source": None},
+        ),
+        (
+            "--load first --save kept --advantage-estimator ppo --critic-load first/critic --critic-save values",
+            "first/iter_0000004",
+            {"critic_load": "values", "critic_save": "values", "critic_source": None},
+        ),
+    ],
+)
+def test_what_a_restart_adds_is_taken_and_has_the_run_go_on_with_its_own(
+    words: str, began: str, expected: dict[str, str | None], launch_directory: Path, parse: Parse
+) -> None:
+    """By train.py's own options, which refuse to save among another run's checkpoints."""
+    write_model(launch_directory / "ref")
+    write_checkpoint(launch_directory / "converted", "release", {})
+    for place in ("first", "first/critic"):
+        write_checkpoint(launch_directory / place, "4", {})
+    before = Before.of(command(words))
+    args = parse(words)
+    assert resuming(command(words), before) == []
+    assert starting_point(args).rpartition("from ")[2].startswith(f"{launch_directory}/{began} ")
+    for place in (launch_directory / "kept", Path(args.critic_save or "kept/critic")):
+        write_checkpoint(place, "9", {})
+    args = parse(" ".join([words, *resuming(command(words), before)]))
+    assert args.load == args.save == str(launch_directory / "kept")
+    assert starting_point(args) == f"training goes on from {launch_directory}/kept/iter_0000009 (--load)"
+    found = {name: getattr(args, name) for name in expected}
+    assert found == {name: value and str(launch_directory / value) for name, value in expected.items()}
+
+
+def test_what_was_converted_stays_the_reference_of_a_run_that_saves_beside_it(
+    launch_directory: Path, parse: Parse
+) -> None:
+    write_checkpoint(launch_directory / "kept", "release", {})
+    words = "--load kept --save kept"
+    before = Before.of(command(words))
+    assert parse(words).ref_load == str(launch_directory / "kept")
+    write_checkpoint(launch_directory / "kept", "9", {})
+    args = parse(" ".join([words, *resuming(command(words), before)]))
+    assert (args.load, args.ref_load) == (str(launch_directory / "kept"), str(launch_directory / "kept" / "release"))
+
+
+@pytest.mark.parametrize(
+    ("words", "begins"),
+    [
+        ("--save kept --load first", "from the checkpoint after rollout 4 in first"),
+        ("--save kept --load converted", "from its beginning"),
+        ("--save kept --load kept", "from the checkpoint after rollout 7 in kept"),
+        ("--save kept", "from its beginning"),
+        ("", "from its beginning"),
+    ],
+)
+def test_what_is_said_of_a_run_that_has_saved_nothing_itself(
+    words: str, begins: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "saves_nothing").touch()
+    for place, latest in (("first", "4"), ("converted", "release"), ("kept", "7")):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / LATEST).write_text(latest)
+    status, said = run(1, [*write(tmp_path, 1, 0), *words.split()])
+    goes_on = f"the run is started again, {begins}; 1 of 1 restarts left (--max-restarts)"
+    assert (status, said) == (0, [f"launch: the run ended with status 1: {goes_on}"])
+    assert starts(tmp_path) == [words.split()] * 2
+
+
+def test_settings_of_a_file_count_as_they_do_for_the_run(launch_directory: Path, parse: Parse) -> None:
+    write_checkpoint(launch_directory / "first", "4", {})
+    (launch_directory / "c.yaml").write_text("save: kept\n")
+    words = "--load first --save other --custom-config-path c.yaml"
+    before = Before.of(command(words))
+    assert parse(words).save == str(launch_directory / "kept")
+    write_checkpoint(launch_directory / "kept", "9", {})
+    args = parse(" ".join([words, *resuming(command(words), before)]))
+    assert args.load == args.save == str(launch_directory / "kept")
+
+
+def test_where_no_flag_can_have_it_go_on_it_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text("load: first\n")
+    status, said = run(3, [*write(tmp_path, 1), "--save", "kept", "--custom-config-path", "c.yaml"])
+    assert (status, len(starts(tmp_path))) == (1, 1)
+    assert "not started again: --load of --custom-config-path would count more than what it has saved" in said[0]
+
+
+def test_the_last_of_a_flag_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/root")
+    words = ["--save", "a", "--save", "b", "--save-hf", "c", "--load=~/d"]
+    assert (value_of(words, "--save"), value_of(words, "--load"), value_of(words, "--lr")) == ("b", "/root/d", None)
 
 
 @pytest.mark.parametrize("words", [["--max-restarts", "4", "--lr", "1"], ["--lr", "1", "--max-restarts=4"]])
