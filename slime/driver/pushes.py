@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from slime.driver.memory_scheduler import MemoryScheduler
@@ -36,6 +37,9 @@ class Pushes:
         """The engines', after the first push."""
         self._early: int | None = None
         """One that engines which took the place of all had before its time."""
+        self._under_way: int | None = None
+        self._again = 0
+        """How often a version that engines have was, or is to be, brought to some of them anew."""
 
     def push(self, version: int) -> dict[str, float]:
         """Give every engine the trainers' weights; figures of it, none where they have these already."""
@@ -64,8 +68,16 @@ class Pushes:
     def go_back(self) -> None:
         """Trainers are made anew, with older weights: no engine has those of the run before the next push."""
         self._version = self._early = None
+        self._again += 1
         if self._probe is not None:
             self._probe.forget()
+
+    def confirmed(self) -> tuple[int, int] | None:
+        """The version that engines have, and a number that grows when it is made anew: a transport's files of it are
+        final, and the same for as long as this is. None before the first push and in the midst of another of the
+        version. Other threads ask."""
+        again, version = self._again, self._version
+        return None if version is None or version == self._under_way else (version, again)
 
     def may_catch_up(self) -> bool:
         """Whether an engine that came back can be given weights while a rollout is under way, and trainers are idle.
@@ -101,7 +113,8 @@ class Pushes:
     def _give(self, version: int, push: Callable[[int, Publish], _T]) -> _T:
         """Have engines take the weights by one of their pushes, probe both sides, and admit those that joined."""
         with self._memory.pushing():
-            figures = push(version, lambda engines: self._publish(version, engines))
+            with self._making(version):
+                figures = push(version, lambda engines: self._publish(version, engines))
             reached = self._engines.reached()
             if self._probe is not None and reached:
                 self._probe.ask_trainers(version)
@@ -109,6 +122,16 @@ class Pushes:
             self._probe.ask_engines(self._engines.reached())
         self._engines.admit()
         return figures
+
+    @contextlib.contextmanager
+    def _making(self, version: int) -> Iterator[None]:
+        """Within, the files of a version are not final."""
+        self._again += version == self._version
+        self._under_way = version
+        try:
+            yield
+        finally:
+            self._under_way = None
 
     def _publish(self, version: int, engines: list[EngineAddress]) -> dict[str, float]:
         phase = f"push weights of version {version}"

@@ -137,7 +137,7 @@ class Run:
         make = functools.partial(self._data.ask, "make the probe", limit, "probe_tokens")
         probe = Probe(args, self._supervisor, self._trainers, make)
         self._pushes = Pushes(self._trainers, self.engines, self._memory, limit, probe)
-        requests = EngineRequests(self.engines)
+        requests, versions = EngineRequests(self.engines), VersionFiles(args, self._pushes.confirmed)
         self._meanwhile = Meanwhile(self._pushes, requests, self._data, self._supervisor)
         self._data.catches_up(self._meanwhile.is_due, self._meanwhile.do)
         self._snapshots = snapshot_directory(args, placement, ray.util.get_node_ip_address())
@@ -147,7 +147,7 @@ class Run:
             self._start_together(placement, shared)
         self._data.serve(opened)
         if fleet.engines:
-            self._control = Control(args.run_dir, serving_host(keys), requests, self._view, VersionFiles(args))
+            self._control = Control(args.run_dir, serving_host(keys), requests, self._view, versions)
         parts = (self._trainers, placement, self._data, self._memory, self._pushes, self._saver, self._restarts)
         self._recovery = Recovery(self.args, self, self._supervisor, *parts)
         going_on = f", going on after rollout {self.args.start_rollout_id}" if self.args.start_rollout_id else ""

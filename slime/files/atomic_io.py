@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+_SUFFIXES = (".tmp", ".replaced")
+
 
 def staging_directory(final: Path) -> Path:
     """An empty directory beside ``final``, to become it with `commit_directory`; an earlier try's is emptied."""
@@ -43,6 +45,14 @@ def put_back(final: Path) -> None:
     """Undo half of `commit_directory`: what was at ``final`` is there again, if nothing has taken its place."""
     if replaced(final).exists() and not final.exists():
         replaced(final).rename(final)
+
+
+def remove_directory(final: Path) -> None:
+    """Remove a whole directory: who reads it meanwhile finds it gone, and never a part of it."""
+    shutil.rmtree(replaced(final), ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        final.rename(replaced(final))
+    shutil.rmtree(replaced(final), ignore_errors=True)
 
 
 def discard_directory(final: Path) -> None:
@@ -88,14 +98,19 @@ def write_file(final: Path, write: Callable[[Path], object]) -> None:
     _flush(final.parent)
 
 
+def leftovers(directory: Path, pattern: str) -> list[Path]:
+    """What of directories, by a pattern of their names, was being written or replaced when its writer was killed."""
+    return [path for suffix in _SUFFIXES for path in directory.glob(f".{pattern}{suffix}")]
+
+
 def unfinished(final: Path) -> Path:
     """Where ``final`` is written until it is whole."""
-    return final.with_name(f".{final.name}.tmp")
+    return final.with_name(f".{final.name}{_SUFFIXES[0]}")
 
 
 def replaced(final: Path) -> Path:
     """Where what was at ``final`` is until the new one is there."""
-    return final.with_name(f".{final.name}.replaced")
+    return final.with_name(f".{final.name}{_SUFFIXES[1]}")
 
 
 def _flush(path: Path) -> None:

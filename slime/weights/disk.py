@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
+import re
 import shutil
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from slime.files import atomic_io
 from slime.files.hf_writer import NamedTensors
 from slime.utils.user_functions import call_user_function
 from slime.weights.hf_directory import HFDirectoryWriter, load_format, stored_tensors
 from slime.weights.publisher import WeightPublisher
 
+_NAME = re.compile(r"weight_v(\d+)")
+
 
 class DiskPublisher(WeightPublisher):
-    """Rank 0 writes ``weight_v000012``; the engines load it; the version that it wrote before is removed.
+    """Rank 0 writes ``weight_v000012``; the engines load it; the version that it wrote before is removed, and any of a
+    run that has gone back.
 
     Requests that engines have go on while the files are written, and pause only while they are read.
     """
@@ -46,12 +50,23 @@ class DiskPublisher(WeightPublisher):
 
     def _complete(self, version: int) -> None:
         directory, how = self._written, load_format(self.args)
+        assert directory is not None
         self.each_engine("push", lambda control: control.update_weights_from_disk(str(directory), how))
         self._writer = None  # the engines have it: a later publication that fails must not take it away
-        if self._previous not in (None, directory) and not self.args.update_weight_disk_keep_files:
-            with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(self._previous)
+        self._remove_others(version, directory)
         self._previous = directory
+
+    def _remove_others(self, version: int, directory: Path) -> None:
+        """The version before, and what trainers that were killed left: they may have been ahead of these, which then
+        make versions of the same numbers anew."""
+        for left in atomic_io.leftovers(directory.parent, "weight_v*"):
+            shutil.rmtree(left, ignore_errors=True)
+        if self.args.update_weight_disk_keep_files:
+            return
+        for other in directory.parent.iterdir():
+            ahead = (found := _NAME.fullmatch(other.name)) is not None and int(found[1]) > version
+            if ahead or other == self._previous != directory:
+                atomic_io.remove_directory(other)
 
     def _abandon(self) -> None:
         if self._writer is not None:

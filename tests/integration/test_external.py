@@ -105,7 +105,8 @@ def test_a_server_that_shares_no_disk_pulls_the_newest_version(workspace: Path, 
         process.assert_no_process_left(ignore=[str(workspace / "model")])
     (copy,) = copies.iterdir()
     version = server.control(30.0).weight_version()
-    assert copy.name == f"weight_v{int(version):06d}"
+    assert copy.name.startswith(f"weight_v{int(version):06d}-")
+    assert server.control(30.0).model_info()["model_path"] == str(copy)
     assert int(version) > 0
     assert f"version {version}: " in done.stdout
     body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 8}, "return_logprob": True}

@@ -17,6 +17,7 @@ import requests
 from slime.backends.sglang.client import EngineError
 from slime.driver.control.engine_requests import EngineRequests
 from slime.driver.control.server import Control
+from slime.driver.control.version_files import VersionFiles
 from slime.files.control_file import control_file, read_control_file
 from slime.fleet import engines as fleet_engines
 from slime.fleet.roster import RefusedError
@@ -63,7 +64,7 @@ class Run:
     def __init__(self, run_dir: Path) -> None:
         self.engines = Engines()
         self.requests = EngineRequests(self.engines)  # type: ignore[arg-type]
-        no_versions: Any = None
+        no_versions = VersionFiles(Namespace(update_weight_transport="distributed"), lambda: None)
         self.control = Control(str(run_dir), "127.0.0.1", self.requests, self.engines.describe, no_versions)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._loop)

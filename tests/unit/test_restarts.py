@@ -392,6 +392,42 @@ def test_one_that_comes_back_gets_the_version_of_the_others_in_between(
     assert trainers.pushed[-1] == (1, ["http://e0", "http://e1"])
 
 
+def test_a_version_is_confirmed_between_pushes_of_it(pushes: tuple[Fleet, Trainers, Pushes]) -> None:
+    """What a transport has written of it is final then, and the same under the same number."""
+    fleet, trainers, made = pushes
+    within: list[tuple[int, int] | None] = []
+    call = trainers.call
+    trainers.call = lambda *values: within.append(made.confirmed()) or call(*values)  # type: ignore[method-assign]
+    told = [made.confirmed()]
+    lose(fleet, 1)
+    made.catch_up()
+    told.append(made.confirmed())
+    made.push(1)
+    told.append(made.confirmed())
+    made.go_back()
+    assert made.confirmed() is None
+    made.push(1)
+    told.append(made.confirmed())
+    assert within == [None, told[1], None]
+    assert [version for version, _ in filter(None, told)] == [0, 0, 1, 1]
+    assert len(set(told)) == 4
+
+
+def test_a_version_that_could_not_be_pushed_is_not_confirmed(
+    pushes: tuple[Fleet, Trainers, Pushes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, trainers, made = pushes
+    before = made.confirmed()
+
+    def fails(*_: Any) -> None:
+        raise RunError("not proved")
+
+    monkeypatch.setattr(trainers, "call", fails)
+    with pytest.raises(RunError, match="not proved"):
+        made.push(1)
+    assert made.confirmed() == before
+
+
 def test_when_none_serves_the_trainers_weights_are_pushed_before_their_time_and_once(
     pushes: tuple[Fleet, Trainers, Pushes],
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.backends.sglang.client import EngineError
+from slime.files import atomic_io
 from slime.files.exports import weights_directory
 from slime.files.hf_writer import HFWriter, NamedTensors
 from slime.weights import EngineAddress, disk
@@ -175,6 +177,37 @@ def test_a_users_function_sees_the_version_before_the_engines_pause(
     with pytest.raises(EngineError, match=rf"version 2 .*{flag} \S+:fails raised OSError: no disk[\s\S]*in fails"):
         publisher.publish(2, [views_of_one_buffer()], engines)
     assert versions(tmp_path) == ["weight_v000001"]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_killed_trainers_left_goes_with_the_next_version(
+    keeps: bool, publisher: DiskPublisher, engines: list[EngineAddress], tmp_path: Path
+) -> None:
+    """They were at 190 and go on from 100: what is ahead is of no run now, unless it is to be kept, or not whole."""
+    parent = weights_directory(publisher.args)
+    whole = ("weight_v000050", "weight_v000190")
+    for left in (*whole, ".weight_v000191.tmp", ".weight_v000189.replaced", ".check_v1.tmp"):
+        (parent / left).mkdir(parents=True)
+    publisher.args.update_weight_disk_keep_files = keeps
+    publisher.publish(100, [views_of_one_buffer()], engines)
+    kept = {".check_v1.tmp", "weight_v000050", "weight_v000100"} | ({"weight_v000190"} if keeps else set())
+    assert {path.name for path in parent.iterdir()} == kept
+
+
+def test_who_reads_a_version_that_is_removed_finds_all_of_it_or_none(
+    publisher: DiskPublisher, engines: list[EngineAddress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher.publish(1, [views_of_one_buffer()], engines)
+    first, remove, seen = weights_directory(publisher.args) / "weight_v000001", shutil.rmtree, list[bool]()
+
+    def removing(path: Path, **options: Any) -> None:
+        seen.append(first.exists())
+        remove(path, **options)
+
+    monkeypatch.setattr(atomic_io.shutil, "rmtree", removing)
+    publisher.publish(2, [views_of_one_buffer()], engines)
+    assert not first.exists()
+    assert seen[-1] is False, "it has another name when its files go"
 
 
 def test_runs_that_share_a_directory_leave_each_others_versions_alone(

@@ -85,6 +85,7 @@ class Control:
             self._path.unlink(missing_ok=True)
         self._server.shutdown()
         self._server.server_close()
+        self._versions.close()
 
     def _answer(self, handler: BaseHTTPRequestHandler, answer: Callable[..., tuple[int, Any]]) -> None:
         given = (handler.headers["Authorization"] or "").removeprefix("Bearer ")
