@@ -36,6 +36,6 @@ def bare_manager(args: Namespace, runtime: RolloutRuntime, **parts: Any) -> Roll
     """One without the functions that ``args`` name, without data and without engines, but for ``parts``."""
     manager = RolloutManager.__new__(RolloutManager)
     own = {"args": args, "runtime": runtime, "routers": Routers(args, None, runtime), "reward_log": RewardLog()}
-    own |= {"data_source": None, "made": {}, "under_way": set(), "num_cancels": 0}
+    own |= {"data_source": None, "made": {}, "under_way": {}, "num_cancels": 0}
     vars(manager).update({f"_{name}": value for name, value in (own | parts).items()})
     return manager

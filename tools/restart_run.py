@@ -8,6 +8,8 @@ driver leaves before it begins the next one: the run's own janitor does, and is 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -155,7 +157,19 @@ def _note(command: Sequence[str], status: int, action: str) -> None:
     run_dir = value_of(command, "--run-dir") or value_of(command, "--save")
     if run_dir is not None and os.path.isdir(run_dir):
         events.begin(run_dir, _PROGRAM)
+        events.at_version(pushed_version(run_dir))
         events.add("driver_died", "the driver", phase="run", cause=f"ended with status {status}", action=action)
+
+
+def pushed_version(run_dir: str) -> str:
+    """Of the weights that a run's engines got last, as its driver's trace tells."""
+    with contextlib.suppress(OSError):
+        for line in reversed(Path(run_dir, "trace", "driver.jsonl").read_bytes().splitlines()):
+            with contextlib.suppress(ValueError):  # the last one may be half a line
+                span = json.loads(line)
+                if span["name"] == "driver/push_weights" and "error" not in span:
+                    return str(span["version"])
+    return "none yet"
 
 
 class Child:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -105,11 +106,13 @@ class DataSide:
     def _bring_back(self) -> None:
         """Make another, which does again what the dead one had not done."""
         assert self._death is not None
-        death, rollouts, evaluation = self._death, self._rollouts, self._evaluation
+        death, rollouts, evaluation = self._death, dict(self._rollouts), self._evaluation
+        self._engines.manager_is_away()
         self._supervisor.forget(MANAGER)
-        self._rollouts, self._evaluation = {}, None
+        ray.kill(self.actor)  # it may be one that was not finished, as trainers died meanwhile
         try:
             self._make()
+            self.note_version()
             opened = self.open_routers()
             if self._state is not None:
                 self._once(RESTORE_DATA, limit_of(self._args, "checkpoint_timeout"), "restore", *self._state)
@@ -119,7 +122,6 @@ class DataSide:
             if self._args.asynchronous and self._supervisor.version.isdecimal():
                 self._once("resume generation", self._update_limit, "resume_generation", int(self._supervisor.version))
         except _GoneError:
-            self._rollouts, self._evaluation = rollouts, evaluation
             return
         for rollout_id, rollout in sorted(rollouts.items()):
             self.begin_rollout(rollout_id, rollout.dp_size, rollout.begun)
@@ -143,6 +145,11 @@ class DataSide:
         """While rollouts and evaluations are waited for, call ``catch_up`` whenever ``may()`` holds."""
         self._may_catch_up, self._catch_up = may, catch_up
 
+    def note_version(self) -> None:
+        """Have it know which weights engines have, for the events that it tells of."""
+        call = self.actor.note_version.remote(self._supervisor.version)
+        self._supervisor.expect(MANAGER, call, "note the engines' version")
+
     def confirm_routers(self, version: int) -> None:
         """Have routers asked, after a push of this version, whether they have the engines that there are; one that has
         others ends whatever the driver then waits for."""
@@ -153,12 +160,13 @@ class DataSide:
     # ---- asking it
 
     def ask(self, phase: str, limit: Deadline, method: str, *values: Any) -> Any:
-        """Its answer; of another, where it dies before it has given one."""
+        """Its answer; of another, where it dies before it has given one. What could not be finished of another, because
+        somebody else died then, is finished first."""
         while True:
-            try:
-                return self._once(phase, limit, method, *values)
-            except _GoneError:
-                self._bring_back()
+            if self._death is None:
+                with contextlib.suppress(_GoneError):
+                    return self._once(phase, limit, method, *values)
+            self._bring_back()
 
     def _once(self, phase: str, limit: Deadline, method: str, *values: Any) -> Any:
         return self._answer(getattr(self.actor, method).remote(*values), phase, limit)

@@ -37,3 +37,4 @@ class Meanwhile:
             say(f"no engine served: those that came back have the weights of version {version} before their time")
             self._data.resume_generation(version)
         self._supervisor.version = str(version)
+        self._data.note_version()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -40,10 +41,17 @@ class Pushes:
         self._under_way: int | None = None
         self._again = 0
         """How often a version that engines have was, or is to be, brought to some of them anew."""
+        self._failed: str | None = None
+        """What the latest try of the present push failed of."""
+        self._groups: list[str] = []
+        """What trainers may have called the collective group that they push in, since they were made; the latest last.
+        They are named here, so that engines can leave it when those that were in it are dead."""
+        self._met: list[EngineAddress] = []
+        """The engines of the latest one, after a push in it that did not fail."""
 
     def push(self, version: int) -> dict[str, float]:
         """Give every engine the trainers' weights; figures of it, none where they have these already."""
-        self.trained = version
+        self.trained, self._failed = version, None
         if version == self._early:
             return {}
         while True:
@@ -55,18 +63,15 @@ class Pushes:
                 break
             except NoEngineError:
                 continue
-            except RunError as error:
-                if not isinstance(error, LostError):  # whom trainers are made anew for
-                    phase, told = f"push of version {version}", str(error)
-                    events.add(
-                        "push_failed", "engines", phase=phase, version=str(version), cause=told, action="the run ends"
-                    )
-                raise
         self._version = version
         return figures
 
-    def go_back(self) -> None:
-        """Trainers are made anew, with older weights: no engine has those of the run before the next push."""
+    def go_back(self, *, leave_groups: bool) -> None:
+        """Trainers are made anew, with older weights: no engine has those of the run before the next push. With
+        ``leave_groups`` engines leave the collective group of those before, which may be dead."""
+        groups, self._groups, self._met = self._groups, [], []
+        if groups and leave_groups:
+            self._engines.leave_groups(groups, self._limit)
         self._version = self._early = None
         self._again += 1
         if self._probe is not None:
@@ -99,7 +104,7 @@ class Pushes:
 
     def catch_up(self) -> int:
         """Give the trainers' weights to those that wait for them; which version that is."""
-        version = self.trained
+        version, self._failed = self.trained, None
         self._give(version, self._engines.catch_up)
         if self.is_ahead and self._engines.serves():
             self._early = self._version = version
@@ -125,15 +130,39 @@ class Pushes:
 
     @contextlib.contextmanager
     def _making(self, version: int) -> Iterator[None]:
-        """Within, the files of a version are not final."""
+        """Within, the files of a version are not final; an error that ends the run is told of."""
         self._again += version == self._version
         self._under_way = version
         try:
             yield
+        except RunError as error:
+            # Trainers that were lost are made anew, and engines that start again are waited for.
+            if not isinstance(error, (LostError, NoEngineError)):
+                self._tell(version, str(error), "the run ends")
+            raise
         finally:
             self._under_way = None
 
     def _publish(self, version: int, engines: list[EngineAddress]) -> dict[str, float]:
         phase = f"push weights of version {version}"
-        figures: dict[str, float] = self._trainers.call(phase, "publish", self._limit, version, engines)[0]
+        if self._failed is not None:
+            self._tell(version, self._failed, f"begun again, for {', '.join(engine.name for engine in engines)}")
+        group = self._group_of(engines)
+        try:
+            figures: dict[str, float] = self._trainers.call(phase, "publish", self._limit, version, engines, group)[0]
+        except RunError as error:
+            self._failed = str(error)
+            raise
+        self._failed, self._met = None, engines
         return figures
+
+    def _group_of(self, engines: list[EngineAddress]) -> str:
+        """What a group with these is called: another than the last, if that had others, or its push failed."""
+        if engines != self._met:
+            self._groups.append(f"slime-weights-{secrets.token_hex(8)}")
+            self._met = []
+        return self._groups[-1]
+
+    def _tell(self, version: int, cause: str, action: str) -> None:
+        phase = f"push of version {version}"
+        events.add("push_failed", "engines", phase=phase, version=str(version), cause=cause, action=action)

@@ -100,7 +100,9 @@ class Recovery:
         for line in self.saver.clean_up():
             warn(line)
         self.data.cancel()
-        self.pushes.go_back()
+        # Members of a gloo group leave at once. Of NCCL's, torch's destroy_process_group waits for the others, for ever
+        # where one is dead: engines keep that group until they end.
+        self.pushes.go_back(leave_groups=not self.placement.on_gpus)
         self.memory.to_new_trainers()
         newest = self.saver.newest()
         self.trainers.create(self.placement, newest)
@@ -118,8 +120,7 @@ class Recovery:
         if saves and not self.saver.has_written(before):
             self.verbs.save(before)
         self.verbs.push_weights(rollout_id)
-        if args.asynchronous:
-            self.data.resume_generation(rollout_id)
+        self.data.resume_generation(rollout_id)  # trainers may have died in a push for which it was paused
         scores = scores_start(args, rollout_id) if begins else is_due(before, args.eval_interval)
         if scores and rollout_id not in self.verbs.scored:
             self.verbs.begin_evaluation(rollout_id)

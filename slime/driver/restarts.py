@@ -21,7 +21,7 @@ class Restarts:
         self._last: dict[str, str] = {}
         """In which phase each failed last, since a step was complete."""
         self.seconds = 0.0
-        """What they took, since somebody last made this 0."""
+        """What they took, and engines that were away, since somebody last made this 0."""
 
     def allow(self, name: str, phase: str, cause: str) -> None:
         """Count one more restart of ``name``, after a failure in ``phase``; RunError with the cause if it is one too

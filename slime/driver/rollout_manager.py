@@ -24,7 +24,7 @@ from slime.data.source.users_class import make_data_source, num_rollout, restore
 from slime.fleet.membership import Membership
 from slime.fleet.routers import Routers
 from slime.fleet.spec import ModelSpec
-from slime.observability import logs
+from slime.observability import events, logs
 from slime.observability.trace import span
 from slime.options.rollout import DEFAULT_ROLLOUT, generates_itself
 from slime.options.training import check_schedule
@@ -80,7 +80,8 @@ class RolloutManager:
         self._made: dict[int, list[Sample]] = {}
         """Rollouts that no trainer has taken yet."""
         self._reward_log = RewardLog()
-        self._under_way: set[object] = set()
+        self._under_way: dict[object, str] = {}
+        """What each call is about."""
         self._num_cancels = 0
         self._rollout = load_function(args.rollout_function_path, flag="--rollout-function-path")
         self._evaluate = load_function(args.eval_function_path, flag="--eval-function-path")
@@ -119,7 +120,7 @@ class RolloutManager:
     def watch(self) -> None:
         """Return, by raising, when a router dies or hangs."""
         while True:
-            self._routers.check()
+            self._routers.check(" and ".join(self._under_way.copy().values()) or "between rollouts")
             time.sleep(_POLL_S)
 
     def draw(self, rollout_id: int) -> int:
@@ -180,13 +181,13 @@ class RolloutManager:
                 raise CancelledRolloutError(f"{what} was cancelled")
 
         call = object()
-        self._under_way.add(call)
+        self._under_way[call] = what
         try:
             check()
             yield
             check()
         finally:
-            self._under_way.discard(call)
+            del self._under_way[call]
 
     def cancel(self) -> None:
         """End rollouts and evaluations under way, whose calls raise CancelledRolloutError, and all requests at engines.
@@ -254,6 +255,10 @@ class RolloutManager:
     def probe_tokens(self) -> list[int]:
         """A fixed text, as the model has it."""
         return probe_tokens(self._args.hf_checkpoint)
+
+    def note_version(self, version: str) -> None:
+        """Tell of faults at this version of the engines' weights from now on."""
+        events.at_version(version)
 
     def num_cancels(self) -> int:
         """How often `cancel` was called so far."""

@@ -284,7 +284,9 @@ class Run:
         metrics["perf/wait_for_rollout_time"] = waiting.seconds
         metrics["perf/rollout_ahead_time"] = self._step_started - begun
         metrics |= self._pushes.probed() if self._pushes is not None else {}
-        self._log(metrics | accounts | self.engines.metrics(), "rollout/step", rollout_id)
+        of_engines = self.engines.metrics()
+        self._restarts.seconds += of_engines.pop("perf/recovery_time", 0.0)  # one figure a step, at its end
+        self._log(metrics | accounts | of_engines, "rollout/step", rollout_id)
         return batches
 
     def pause_generation(self) -> None:
@@ -334,6 +336,7 @@ class Run:
             metrics = self._pushes.push(version)
         self._data.confirm_routers(version)
         self._supervisor.version = str(version)
+        self._data.note_version()
         self._log(metrics | self._memory.figures(), "rollout/step", max(version - 1, 0))
 
     def evaluate(self, version: int) -> None:

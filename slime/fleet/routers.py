@@ -193,8 +193,9 @@ class Routers:
         key = self._api_keys[1] if self._api_keys else None
         self._runtime.set_engines(list(self._engines[self._generating]), key, self._open)
 
-    def check(self) -> None:
-        """Start those again that have died or hang; EngineError where that fails, or is not to be tried."""
+    def check(self, phase: str) -> None:
+        """Start those again that have died or hang, as is told of with the ``phase``; EngineError where that fails, or
+        is not to be tried."""
         for model, router in list(self._routers.items()):
             try:
                 router.check()
@@ -203,13 +204,13 @@ class Routers:
                     return
                 if model not in self._engines or not router.is_own:  # it was never open
                     raise
-                self._restart(model, router, error)
+                self._restart(model, router, error, phase)
         for model in [*self._out_of_step]:
             with contextlib.suppress(EngineError), self._changing:
                 self._reconcile(model)
                 self._out_of_step.discard(model)
 
-    def _restart(self, model: str, router: Router, error: EngineError) -> None:
+    def _restart(self, model: str, router: Router, error: EngineError, phase: str) -> None:
         noticed, name, attempt, problem = time.monotonic(), self._models[model].called("router"), 0, str(error)
         with self._changing:
             self._down.add(model)
@@ -218,7 +219,7 @@ class Routers:
             time.sleep(pause_before(attempt))
             if not self._budget.take(name):
                 raise error
-            events.add("router_died", name, phase="", cause=problem, action="it is started again")
+            events.add("router_died", name, phase=phase, cause=problem, action="it is started again")
             logger.warning("%s; it is started again, and requests wait", problem.splitlines()[0])
             try:
                 router.restart()
@@ -236,7 +237,8 @@ class Routers:
             self._down.discard(model)
             self._make_known()
         seconds = time.monotonic() - noticed
-        events.add("router_back", name, phase="", cause="", action=f"it knows {len(urls)} engines", seconds=seconds)
+        action = f"it knows {len(urls)} engines"
+        events.add("router_back", name, phase=phase, cause="", action=action, seconds=seconds)
         logger.warning("the %s is back after %.0f s, at %s", name, seconds, router.url)
 
     def _reconcile(self, model: str) -> None:

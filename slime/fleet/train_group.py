@@ -99,6 +99,11 @@ class TrainGroup:
         self.actors, self._calls, self._begun = [], [], []
 
     @property
+    def version(self) -> str:
+        """Of the engines' weights, as messages have it."""
+        return self._supervisor.version
+
+    @property
     def names(self) -> list[str]:
         """As messages call them, by rank."""
         return [f"trainer {rank}" for rank in range(len(self.actors))]
@@ -223,6 +228,7 @@ class Saver:
             raise
         except RunError as error:
             action = f"the run ends; {finals[0].name} is as it was before"
-            events.add("save_failed", "the trainers", phase=phase, cause=str(error), action=action)
+            version = self._trainers.version
+            events.add("save_failed", "the trainers", phase=phase, version=version, cause=str(error), action=action)
             raise
         self._unfinished = []

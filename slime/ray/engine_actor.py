@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from slime.backends.sglang.client import NoAnswerError
 from slime.backends.sglang.engine import Engine, EngineError, ExitInfo, OtherNodes
 from slime.backends.sglang.external import ExternalEngine
 from slime.observability import logs
@@ -139,6 +140,17 @@ class EngineActor:
         args = self._args
         with span("engine/probe"):
             return self._engine.control(args.weight_update_timeout).score(tokens, adapter=args.lora_sync == "adapter")
+
+    def leave_groups(self, names: list[str]) -> None:
+        """Leave collective groups, those of these in which it is, as long as it answers."""
+        control = self._engine.control(_ANSWER_S)
+        for name in names:
+            try:
+                control.destroy_weights_update_group(name)
+            except NoAnswerError:
+                return  # it hangs, which is found out otherwise
+            except EngineError:
+                continue  # it is in none of this name
 
     def leave(self) -> None:
         """Answer what runs with what it has so far, which others go on with, and `stop`."""

@@ -97,8 +97,9 @@ class TrainActor:
         """Undo `sleep`, or only for the actor's weights; what was in use before."""
         return self._trainer.wake(weights_only=weights_only)
 
-    def publish(self, version: int, engines: list[EngineAddress]) -> dict[str, float]:
-        """Push the present weights as ``version`` to these engines, which may be others than the last time."""
+    def publish(self, version: int, engines: list[EngineAddress], group: str) -> dict[str, float]:
+        """Push the present weights as ``version`` to these engines, which may be others than the last time: a
+        collective group with them is called ``group``."""
         from slime.weights import make_publisher
         from slime.weights.agreement import OtherRankError
         from slime.weights.float8 import Float8Blocks
@@ -109,6 +110,7 @@ class TrainActor:
         if self._publisher is None:
             self._publisher = make_publisher(self._args, self._rank)
             self._float8 = Float8Blocks.of(Path(self._args.hf_checkpoint))
+        self._publisher.group_name = group
         own_experts = can_push_local_experts(self._args, engines)
         checks = own_experts and self._args.check_weight_update_equal
         try:

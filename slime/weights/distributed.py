@@ -47,7 +47,7 @@ class DistributedPublisher(WeightPublisher):
 
     def _meet(self) -> None:
         # A name of its own for each group: torch refuses one that this process, or an engine alive, has had before.
-        self._group_name = f"slime-weights-{os.getpid()}-{next(_group_numbers)}"
+        self._group_name = self.group_name or f"slime-weights-{os.getpid()}-{next(_group_numbers)}"
         loopback = all(engine.url.startswith(("http://127.", "http://[::1]")) for engine in self.engines)
         # Where the run reaches this host, which may have other addresses that the engines cannot reach.
         own = os.environ.get(NODE_ADDRESS_VARIABLE) or os.environ.get("MASTER_ADDR") or host_ip()

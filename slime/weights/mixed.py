@@ -44,7 +44,7 @@ class MixedPublisher(TensorPublisher):
     def _prepare(self, version: int) -> None:
         others = self._group_of_others
         others.engines = [engine for engine in self.engines if engine.apart]
-        others._deadline = self._deadline
+        others._deadline, others.group_name = self._deadline, self.group_name
         if others.engines:
             others._prepare(version)
         elif others._group is not None:  # all of them have left

@@ -79,6 +79,8 @@ class WeightPublisher:
         self.engines: list[EngineAddress] = []
         """Those of the present or the latest publication."""
         self.timeout: float = args.weight_update_timeout
+        self.group_name = ""
+        """What a collective group is called that this publication opens; empty where that is nobody else's concern."""
         self._controls: dict[EngineAddress, EngineControl] = {}
         self._agreement: Agreement | None = None
         """Where there are other ranks."""

@@ -153,6 +153,27 @@ def test_a_trainer_that_is_killed_comes_back(workspace: Path, uninterrupted: Pat
 
 
 @pytest.mark.full
+def test_engines_leave_the_group_of_a_rank_0_that_was_killed(workspace: Path, uninterrupted: Path) -> None:
+    """Once while it is idle, and once in a push: the engine goes on, and has left every group that it has joined."""
+
+    def strike(process: TrainProcess, run_dir: Path) -> None:
+        wait_for_span(process, run_dir, "driver/push_weights", version=1)
+        trainer(process, 0).kill()
+        wait_for_span(process, run_dir, "driver/push_weights", version=2)
+        wait_for_call(process, run_dir, "/pause_generation")
+        trainer(process, 0).kill()
+
+    run_dir = run_and_strike(workspace, "groups", strike, trainer_snapshot_interval=1)
+    events = events_of(run_dir)
+    assert [(event["kind"], event["subject"]) for event in events] == [("trainer_died", "trainer 0")] * 2
+    assert events[1]["phase"].startswith("push")
+    joined = re.findall(r"init custom process group: .* group_name=(\S+),", log_of(run_dir, 0))
+    assert len(set(joined)) == len(joined) == 3
+    assert log_of(run_dir, 0).count('/destroy_weights_update_group HTTP/1.1" 200') == 3
+    assert_equals(run_dir, uninterrupted)
+
+
+@pytest.mark.full
 def test_a_trainer_that_stands_still_is_made_anew_when_its_deadline_has_passed(
     workspace: Path, uninterrupted: Path
 ) -> None:

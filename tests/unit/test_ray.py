@@ -17,7 +17,7 @@ import pytest
 import ray
 from ray.exceptions import RayTaskError
 
-from slime.backends.sglang.client import EngineError
+from slime.backends.sglang.client import EngineError, NoAnswerError
 from slime.data import Sample
 from slime.data.source.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.data.source.users_class import restore_source, source_state
@@ -147,6 +147,25 @@ def test_an_engine_that_does_not_start_ends_its_watch(tmp_path: Path, monkeypatc
         actor.start()
     with pytest.raises(EngineError, match="status 1"):
         actor.watch()
+
+
+def test_an_engine_leaves_groups_as_long_as_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "begin", lambda *_: None)
+    monkeypatch.setattr(trace, "begin", lambda *_: None)
+    args = Namespace(launch_dir=os.getcwd(), run_dir=str(tmp_path))
+    actor = EngineActor(EnginePlan(args, 0, None, [EngineNode({}, None)]))
+    problems: dict[str, Exception] = {"a": EngineError("it is in none"), "c": NoAnswerError("no answer within 20 s")}
+    asked: list[str] = []
+
+    def leave(name: str) -> None:
+        asked.append(name)
+        if name in problems:
+            raise problems[name]
+
+    control = Namespace(destroy_weights_update_group=leave)
+    monkeypatch.setattr(actor._engine, "control", lambda timeout: control)
+    actor.leave_groups(["a", "b", "c", "d"])
+    assert asked == ["a", "b", "c"]
 
 
 # ---- the data side's state
@@ -361,7 +380,7 @@ def test_a_disk_that_fails_again_at_the_end_neither_hides_the_error_nor_keeps_th
         return [{}]
 
     for owner in (made._data, made._trainers):
-        monkeypatch.setattr(owner, "_supervisor", Namespace(wait=wait))
+        monkeypatch.setattr(owner, "_supervisor", Namespace(wait=wait, version="7"))
     monkeypatch.setattr(made, "_stop_actors", lambda: None)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(f"{Saver.__module__}.checkpoint_directory", lambda *_: Stale(tmp_path / "iter_0000007"))

@@ -85,8 +85,8 @@ class Part:
         self._name, self._log, self._answers = name, log, answers
 
     def __getattr__(self, method: str) -> Any:
-        def call(*values: Any) -> Any:
-            self._log.append((f"{self._name}.{method}", *values))
+        def call(*values: Any, **named: Any) -> Any:
+            self._log.append((f"{self._name}.{method}", *values, *named.items()))
             answer = self._answers.get(method)
             if isinstance(answer, list):
                 answer = answer.pop(0)
@@ -151,7 +151,7 @@ def test_trainers_come_back_where_the_newest_checkpoint_is(told: Any) -> None:
         ("trainers.kill",),
         ("saver.clean_up",),
         ("data.cancel",),
-        ("pushes.go_back",),
+        ("pushes.go_back", ("leave_groups", True)),
         ("memory.to_new_trainers",),
         ("saver.newest",),
         ("trainers.create", PLACEMENT, Checkpoint("kept", None, 3)),
@@ -160,6 +160,7 @@ def test_trainers_come_back_where_the_newest_checkpoint_is(told: Any) -> None:
         ("data.rewind", 3, {"cursor": 1}),
         ("saver.has_written", 3),
         ("run.push_weights", 4),
+        ("data.resume_generation", 4),
     ]
     (event,) = told()
     assert (event["kind"], event["subject"], event["version"]) == ("trainer_died", "trainer 1", "5")
@@ -169,9 +170,10 @@ def test_trainers_come_back_where_the_newest_checkpoint_is(told: Any) -> None:
 def test_what_the_step_had_left_to_do_is_done() -> None:
     log: list[tuple[Any, ...]] = []
     make_recovery(log, has_written=False, scored=set()).bring_back(LOST)
-    assert log[-4:] == [
+    assert log[-5:] == [
         ("run.save", 3),
         ("run.push_weights", 4),
+        ("data.resume_generation", 4),
         ("run.begin_evaluation", 4),
         ("run.finish_evaluation",),
     ]
@@ -255,7 +257,7 @@ class Group:
     """Trainers that write what they are told to, or fail."""
 
     def __init__(self) -> None:
-        self.actors, self.fails = [0, 1], False
+        self.actors, self.fails, self.version = [0, 1], False, "4"
         self.error: RunError = LOST
 
     def call_each(self, phase: str, method: str, limit: Deadline, values: Any) -> None:
@@ -313,6 +315,7 @@ def test_what_could_not_be_saved_is_told_of_unless_a_trainer_was_lost(
         saver.save(3, {})
     (line,) = [json.loads(text) for text in (tmp_path / events.FILE).read_text().splitlines()]
     assert (line["kind"], line["subject"], line["phase"]) == ("save_failed", "the trainers", "save after rollout 3")
+    assert line["version"] == "4"
     assert line["cause"] == str(group.error)
     assert "iter_0000003 is as it was before" in line["action"]
 
@@ -440,11 +443,14 @@ def make_data_side(
 
     monkeypatch.setattr(data_side, "create_manager", create)
     monkeypatch.setattr(ray, "put", lambda state: ("put", state))
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
     timeouts = ("data_load_timeout", "checkpoint_timeout", "rollout_timeout", "weight_update_timeout")
     values = dict.fromkeys(timeouts, 5.0) | {"use_fault_tolerance": True, "trainer_restart_limit": 3}
     args = Namespace(**values | {"asynchronous": False} | changes)
     supervisor = Death(*dies_at, answers={"hand_over": ({"rollout/prompts_read": 4.0}, keeps_state)})
-    engines: Any = Namespace(serve=lambda actor, opened: log.append(("serve", opened)))
+    engines: Any = Namespace(
+        serve=lambda actor, opened: log.append(("serve", opened)), manager_is_away=lambda: log.append(("away",))
+    )
     side = DataSide(args, supervisor, engines, Restarts(args))  # type: ignore[arg-type]
     assert side.start(None, ["a model"]) == 7  # type: ignore[list-item]
     side.serve(side.open_routers())
@@ -452,7 +458,7 @@ def make_data_side(
     return side, log, supervisor
 
 
-_ANEW = [(1, "load_data"), (1, "open_routers")]
+_ANEW = [("away",), (1, "load_data"), (1, "note_version", "3"), (1, "open_routers")]
 _SERVED = [("serve", (1, "open_routers")), (1, "cancel")]
 
 
@@ -482,7 +488,7 @@ def test_a_manager_goes_on_from_its_state_after_the_last_rollout_that_was_handed
     restored = [*_ANEW, (1, "restore", 0, state), *_SERVED, (1, "resume_generation", 3)]
     under_way = [(1, "draw", 1), (1, "generate", 1, 1, (1, "draw")), (1, "num_cancels")]
     assert log == [(0, "state", 0), *restored, *under_way, (1, "evaluate", 1, (1, "num_cancels")), (1, "state", 0)]
-    assert supervisor.expected == [(1, "open_routers"), (1, "generate"), (1, "evaluate")]
+    assert supervisor.expected == [(1, "note_version"), (1, "open_routers"), (1, "generate"), (1, "evaluate")]
     assert side.finish_evaluation(Deadline(5.0)) == 7
     assert told()[0]["action"] == "made anew with its state after rollout 0; rollouts under way: [1]"
 

@@ -71,6 +71,11 @@ def starts(directory: Path) -> list[list[str]]:
 
 def test_a_failed_run_goes_on_from_what_it_has_saved(tmp_path: Path) -> None:
     save = str(tmp_path / "kept")
+    spans = [{"name": "driver/push_weights", "version": version} for version in (10, 11)]
+    spans += [{"name": "driver/push_weights", "version": 12, "error": "LostError"}, {"name": "driver/train"}]
+    trace = Path(save, "trace", "driver.jsonl")
+    trace.parent.mkdir(parents=True)
+    trace.write_text("".join(f"{json.dumps(span)}\n" for span in spans) + '{"name": "driver/pu')
     status, said = run(3, [*write(tmp_path, 1, "killed", 0), "--lr", "1", "--save", save])
     assert status == 0
     resumed = ["--lr", "1", "--save", save, "--load", save]
@@ -81,9 +86,9 @@ def test_a_failed_run_goes_on_from_what_it_has_saved(tmp_path: Path) -> None:
         f"launch: the run ended with status 137: {goes_on % (12, 2)} (--max-restarts)",
     ]
     events = [json.loads(line) for line in Path(save, "events.jsonl").read_text().splitlines()]
-    assert [(event["kind"], event["cause"]) for event in events] == [
-        ("driver_died", "ended with status 1"),
-        ("driver_died", "ended with status 137"),
+    assert [(event["kind"], event["cause"], event["version"]) for event in events] == [
+        ("driver_died", "ended with status 1", "11"),
+        ("driver_died", "ended with status 137", "11"),
     ]
 
 

@@ -17,7 +17,7 @@ from slime.fleet import restarts
 from slime.fleet.engines import NoEngineError
 from slime.fleet.restarts import Budget, pause_before
 from slime.observability import events
-from slime.ray.supervision import RunError
+from slime.ray.supervision import Deadline, LostError, RayDownError, RunError
 from slime.weights import EngineAddress
 from tests.unit.test_engines import Actor, ActorClass, Cluster, Ref, failure, killed, urls_of
 
@@ -32,10 +32,13 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[t
     events.begin(str(tmp_path), "driver")
 
     def read() -> list[tuple[Any, ...]]:
-        lines = map(json.loads, (tmp_path / events.FILE).read_text().splitlines())
-        return [(line["kind"], line["subject"], line["action"]) for line in lines]
+        return [(line["kind"], line["subject"], line["action"]) for line in lines_of(tmp_path)]
 
     return read
+
+
+def lines_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / events.FILE).read_text().splitlines()]
 
 
 @pytest.fixture
@@ -278,7 +281,7 @@ def test_one_that_cannot_be_given_weights_in_between_is_lost_and_the_others_go_o
 
     def refuse(engines: list[EngineAddress]) -> dict[str, float]:
         assert urls_of(engines) == ["http://e1"], "the others have them, and generate"
-        raise RunError("push: no answer within 9 s")
+        raise RunError("push: no answer within 9 s from http://e1")
 
     fleet.engines.catch_up(3, refuse)
     assert told()[-1] == ("engine_died", "engine 1", "it is started again")
@@ -290,16 +293,57 @@ def test_one_that_cannot_be_given_weights_in_between_is_lost_and_the_others_go_o
     assert fleet.pushed == [(2, ["http://e1"])]
 
 
+LOST_TRAINER = LostError("push weights of version 3: the process of trainer 0 died", ["trainer 0"], "push weights")
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        LOST_TRAINER,
+        LostError("push weights of version 3: no answer within 960 s from trainer 0", ["trainer 0"], "push weights"),
+        RayDownError("push weights of version 3: Ray's raylet ended"),
+        RunError("push weights of version 3: trainer 0 failed: --update-weight-disk-dir /w: the disk is full"),
+        RunError("push weights of version 3: trainer 0 failed: no word within 30 s from training rank 1"),
+        RunError("push weights of version 3: trainer 0 failed: engine http://e12: POST /pause_generation: status 500"),
+    ],
+    ids=lambda failure: f"{type(failure).__name__} {str(failure)[28:60]}",
+)
+def test_no_engine_is_lost_for_what_it_has_no_part_in(
+    monkeypatch: pytest.MonkeyPatch, told: Callable[[], list[tuple[Any, ...]]], failure: RunError
+) -> None:
+    fleet = Fleet(monkeypatch, beside=False)
+    lose(fleet, 1)
+    before = told()
+
+    def fail(engines: list[EngineAddress]) -> dict[str, float]:
+        raise failure
+
+    with pytest.raises(type(failure)) as raised:
+        fleet.engines.catch_up(3, fail)
+    assert raised.value is failure
+    assert [member.name for member in fleet.engines.waiting()] == ["engine 1"]
+    assert told() == before
+    asked = [call[0] for actor in fleet.actors for call in actor.calls]
+    assert isinstance(failure, (LostError, RayDownError)) != ("examine" in asked), "only where it may be an engine"
+
+
 class Trainers:
     """Answers a push; the engines that each was for."""
 
     def __init__(self) -> None:
         self.actors = [None]
+        self.groups: list[str] = []
+        """What each push called its group."""
+        self.failures: list[RunError | None] = []
+        """What the next ones fail of."""
         self.pushed: list[tuple[int, list[str]]] = []
 
     def call(self, phase: str, method: str, limit: Any, *values: Any) -> list[dict[str, float]]:
-        version, engines = values
+        version, engines, group = values
         self.pushed.append((version, urls_of(engines)))
+        self.groups.append(group)
+        if self.failures and (failure := self.failures.pop(0)):
+            raise failure
         return [{"seconds": 1.0}]
 
 
@@ -323,7 +367,7 @@ class Memory:
 @pytest.fixture
 def pushes(monkeypatch: pytest.MonkeyPatch) -> tuple[Fleet, Trainers, Pushes]:
     fleet, trainers = Fleet(monkeypatch, beside=False), Trainers()
-    made = Pushes(trainers, fleet.engines, Memory(fleet), None)  # type: ignore[arg-type]
+    made = Pushes(trainers, fleet.engines, Memory(fleet), Deadline(5.0))  # type: ignore[arg-type]
     made.push(0)
     return fleet, trainers, made
 
@@ -363,9 +407,93 @@ def test_both_sides_are_probed_after_a_push_trainers_before_they_sleep_and_engin
     made.catch_up()
     assert probe.notes[2:] == [("trainers", 0, 1), ("engines", ["engine 1"], 2, both[:1])]
     assert fleet.serving()[-1] == both
-    made.go_back()
+    made.go_back(leave_groups=False)
     assert probe.notes[4:] == [("forget",)]
     assert made.probed() == {"rollout/push_probe_abs_diff": 0.25}
+
+
+def refused(url: str) -> RunError:
+    return RunError(f"push weights of version 1: trainer 0 failed: pause: engine {url}: status 500\nits log")
+
+
+def test_a_push_that_is_begun_again_is_told_of(
+    pushes: tuple[Fleet, Trainers, Pushes], told: Callable[[], list[tuple[Any, ...]]], tmp_path: Path
+) -> None:
+    fleet, trainers, made = pushes
+    trainers.failures = [refused("http://e1")]
+    call = trainers.call
+
+    def dies(*asked: Any) -> list[dict[str, float]]:
+        if trainers.failures:
+            fleet.actors[1].die()
+        return call(*asked)
+
+    trainers.call = dies  # type: ignore[method-assign]
+    fleet.actors[0].answers["examine"] = None
+    assert made.push(1) == {"seconds": 1.0}
+    assert [entry[:2] for entry in told()] == [("engine_died", "engine 1"), ("push_failed", "engines")]
+    assert told()[-1][2] == "begun again, for engine 0"
+    (line,) = [line for line in lines_of(tmp_path) if line["kind"] == "push_failed"]
+    assert (line["phase"], line["version"]) == ("push of version 1", "1")
+    assert line["cause"] == str(refused("http://e1")).splitlines()[0]
+    made.push(2)
+    assert len(told()) == 2, "once"
+
+
+def test_a_push_that_is_begun_again_when_an_engine_is_back_is_told_of(
+    pushes: tuple[Fleet, Trainers, Pushes], told: Callable[[], list[tuple[Any, ...]]]
+) -> None:
+    fleet, trainers, made = pushes
+    trainers.failures, call = [refused("http://e0")], trainers.call
+
+    def die(*asked: Any) -> list[dict[str, float]]:
+        if trainers.failures:
+            for actor in fleet.actors[:2]:
+                actor.die()
+        return call(*asked)
+
+    trainers.call = die  # type: ignore[method-assign]
+    made.push(1)
+    again = [action for kind, _, action in told() if kind == "push_failed"]
+    assert again == ["begun again, for engine 1, engine 0"]
+
+
+@pytest.mark.parametrize("catches_up", [False, True])
+def test_a_push_that_fails_by_itself_ends_the_run_and_is_told_of(
+    pushes: tuple[Fleet, Trainers, Pushes], told: Callable[[], list[tuple[Any, ...]]], catches_up: bool
+) -> None:
+    fleet, trainers, made = pushes
+    if catches_up:
+        lose(fleet, 1)
+    trainers.failures = [RunError("push weights: trainer 0 failed: the disk is full")]
+    with pytest.raises(RunError, match="the disk is full"):
+        made.catch_up() if catches_up else made.push(1)
+    assert told()[-1] == ("push_failed", "engines", "the run ends")
+    trainers.failures = [LOST_TRAINER]
+    with pytest.raises(LostError):
+        made.catch_up() if catches_up else made.push(1)
+    assert [kind for kind, *_ in told()].count("push_failed") == 1, "trainers are made anew"
+
+
+def test_engines_leave_the_groups_of_trainers_that_died(pushes: tuple[Fleet, Trainers, Pushes]) -> None:
+    fleet, trainers, made = pushes
+    made.push(1)
+    assert trainers.groups[0] == trainers.groups[1], "it is one with the same engines"
+    trainers.failures = [LOST_TRAINER]
+    with pytest.raises(LostError):
+        made.push(2)
+    assert trainers.groups[2] == trainers.groups[0]
+    made.go_back(leave_groups=True)
+    asked = [[call for call in actor.calls if call[0] == "leave_groups"] for actor in fleet.actors]
+    assert asked == [[("leave_groups", trainers.groups[:1])]] * 2
+    made.push(2)
+    lose(fleet, 1)
+    made.catch_up()
+    made.push(3)
+    assert len(set(trainers.groups)) == 4, "another with other engines"
+    made.go_back(leave_groups=False)
+    made.go_back(leave_groups=True)
+    assert [call[0] for call in fleet.actors[0].calls].count("leave_groups") == 1, "of none that it was not asked for"
 
 
 def lose(fleet: Fleet, *ranks: int) -> None:

@@ -97,6 +97,7 @@ class Both:
         self, runtime: RolloutRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int = 3
     ) -> None:
         monkeypatch.setattr(events, "_log", None)
+        monkeypatch.setattr(events, "_version", "2")
         events.begin(str(tmp_path), "rollout_manager")
         self._events = tmp_path / events.FILE
         self.sleeps: list[float] = []
@@ -118,9 +119,10 @@ class Both:
     def held(self, model: str = "actor") -> bool:
         return self.routers._holds[model]._paused
 
-    def events(self) -> list[tuple[str, str]]:
+    def events(self, *names: str) -> list[tuple[str, ...]]:
+        """Of each event these, by default its kind and subject."""
         lines = map(json.loads, self._events.read_text().splitlines()) if self._events.exists() else []
-        return [(line["kind"], line["subject"]) for line in lines]
+        return [tuple(line[name] for name in names or ("kind", "subject")) for line in lines]
 
 
 @pytest.fixture
@@ -132,28 +134,29 @@ def test_a_router_that_died_knows_the_engines_again_and_requests_wait_until_then
     seen: list[bool] = []
     both.actor.on_wait = lambda: seen.append(both.held())
     both.actor.problem = "router at http://router:1 ended with status 137 (signal 9)"
-    both.routers.check()
+    both.routers.check("rollout 3")
     assert (both.actor.started, both.reward.started) == (1, 0)
     assert sorted(both.actor.known) == ["http://e0", "http://e1"]
     assert seen == [True]
     assert not both.held()
     assert not both.held("reward")
     assert both.events() == [("router_died", "router"), ("router_back", "router")]
-    both.routers.check()
+    assert both.events("phase", "version") == [("rollout 3", "2")] * 2
+    both.routers.check("rollout 3")
     assert both.actor.started == 1
 
 
 def test_a_router_that_does_not_start_is_tried_again_and_ends_the_run_when_its_budget_is_spent(both: Both) -> None:
     both.reward.problem = "reward router at http://reward router:1 hangs: it was stopped"
     both.reward.restarts = ["the port is taken", None]
-    both.routers.check()
+    both.routers.check("rollout 3")
     assert both.sleeps == [0.0, 5.0]
     assert both.events()[-1] == ("router_back", "reward router")
     both.reward.problem = "it died again"
-    both.routers.check()
+    both.routers.check("rollout 3")
     both.reward.problem = "it died once more"
     with pytest.raises(EngineError, match="it died once more"):
-        both.routers.check()
+        both.routers.check("rollout 3")
 
 
 def test_without_fault_tolerance_a_router_ends_the_run(
@@ -162,7 +165,7 @@ def test_without_fault_tolerance_a_router_ends_the_run(
     both = Both(runtime, tmp_path, monkeypatch, limit=0)
     both.actor.problem = "router at http://router:1 ended with status 1"
     with pytest.raises(EngineError, match="ended with status 1"):
-        both.routers.check()
+        both.routers.check("rollout 3")
     with pytest.raises(EngineError):
         both.routers.serve(both.membership.without("e0"))
     assert both.actor.started == 0
@@ -172,13 +175,13 @@ def test_an_engine_that_comes_or_goes_while_the_router_is_down_is_told_of_later(
     both.actor.problem = "router at http://router:1 ended with status 1"
     both.routers.serve(both.membership.without("e0"))
     assert both.actor.known == ["http://e0", "http://e1"]
-    both.routers.check()
+    both.routers.check("rollout 3")
     assert both.actor.known == ["http://e1"]
     both.actor.problem = "it does not answer just now"
     both.routers.leave_out("actor", "http://e1")
     assert both.held(), "nobody is there to answer"
     both.actor.problem = None
-    both.routers.check()
+    both.routers.check("rollout 3")
     assert both.actor.known == []
     assert both.actor.started == 1, "it was no loss"
 
@@ -190,7 +193,7 @@ def test_who_waits_for_an_engine_to_be_registered_waits_for_the_router_as_well(b
     def once() -> None:
         asked.append(None)
         if len(asked) == 2:  # by whoever watches it
-            both.routers.check()
+            both.routers.check("rollout 3")
 
     both.actor.on_wait = once
     both.routers.serve(both.membership.having(*members("e2")))
@@ -216,7 +219,7 @@ def test_a_router_that_has_other_engines_than_were_confirmed_is_an_error(
     both.routers.serve(both.membership.without("e0"))
     both.actor.problem = None
     both.routers.confirm(both.membership.without("e0"))
-    both.routers.check()
+    both.routers.check("rollout 3")
     both.actor.is_own, both.actor.known = False, ["http://e1", "http://theirs"]
     both.routers.confirm(both.membership.without("e0"))
     both.actor.known = []
@@ -227,7 +230,7 @@ def test_a_router_that_has_other_engines_than_were_confirmed_is_an_error(
 def test_a_router_that_was_ended_in_order_stays_so(both: Both) -> None:
     actor = both.actor
     both.routers.stop()
-    both.routers.check()
+    both.routers.check("rollout 3")
     assert actor.started == 0
 
 

@@ -19,6 +19,7 @@ from slime.utils.stores import NODE_ADDRESS_VARIABLE
 from slime.weights import distributed
 from slime.weights.distributed import DistributedPublisher
 from slime.weights.engines import EngineAddress, start_all
+from slime.weights.mixed import MixedPublisher
 from slime.weights.publisher import Wait, WeightPublisher
 from slime.weights.tensor import TensorPublisher
 from tests.fake_control import Dying, FakeControl, addresses_of
@@ -270,6 +271,27 @@ def test_a_group_is_made_anew_when_its_members_have_changed(
     joined.clear()
     publisher.publish(6, bucket, engines[:1])
     assert joined == [(urls[0], 1, 2)]
+
+
+@pytest.mark.parametrize("kind", [DistributedPublisher, MixedPublisher])
+def test_a_group_is_called_what_the_driver_calls_it(groups: list[Group], kind: type[WeightPublisher]) -> None:
+    """So that engines can leave it when this process is dead; by itself it gives each another name."""
+    names: list[str] = []
+
+    class Named(FakeControl):
+        def init_weights_update_group(self, **group: Any) -> None:
+            names.append(group["group_name"])
+
+    engines = [replace(each, apart=True) for each in addresses_of([Named("http://e0"), Named("http://e1")])]
+    publisher = kind(arguments(), 0)
+    publisher.group_name = "theirs"
+    publisher.publish(1, [], engines[:1])
+    publisher.group_name = ""
+    publisher.publish(2, [], engines[:1])
+    assert names == ["theirs"]
+    for version in (3, 4):
+        publisher.publish(version, [], engines[version - 3 :])
+    assert len(set(names)) == 3
 
 
 def test_an_engine_that_left_is_not_waited_for(groups: list[Group]) -> None:
