@@ -150,9 +150,10 @@ class DataSide:
         call = self.actor.note_version.remote(self._supervisor.version)
         self._supervisor.expect(MANAGER, call, "note the engines' version")
 
-    def confirm_routers(self, version: int) -> None:
-        """Have routers asked, after a push of this version, whether they have the engines that there are; one that has
-        others ends whatever the driver then waits for."""
+    def confirm_push(self, version: int) -> None:
+        """Have it know of a push of this version, and ask routers whether they have the engines that there are; one
+        that has others ends whatever the driver then waits for."""
+        self.note_version()
         if self._plan[1]:
             call = self.actor.confirm_routers.remote(self._engines.membership)
             self._supervisor.expect(MANAGER, call, f"check the routers' engines after the push of version {version}")

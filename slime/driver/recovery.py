@@ -100,8 +100,8 @@ class Recovery:
         for line in self.saver.clean_up():
             warn(line)
         self.data.cancel()
-        # Members of a gloo group leave at once. Of NCCL's, torch's destroy_process_group waits for the others, for ever
-        # where one is dead: engines keep that group until they end.
+        # Engines leave a gloo group at once. Of NCCL's, torch's destroy_process_group has what is under way end first,
+        # which may be never where a member is dead: engines keep that group until they end.
         self.pushes.go_back(leave_groups=not self.placement.on_gpus)
         self.memory.to_new_trainers()
         newest = self.saver.newest()

@@ -283,10 +283,9 @@ class Run:
                 accounts = self._data.hand_over(rollout_id, limit)
         metrics["perf/wait_for_rollout_time"] = waiting.seconds
         metrics["perf/rollout_ahead_time"] = self._step_started - begun
-        metrics |= self._pushes.probed() if self._pushes is not None else {}
-        of_engines = self.engines.metrics()
-        self._restarts.seconds += of_engines.pop("perf/recovery_time", 0.0)  # one figure a step, at its end
-        self._log(metrics | accounts | of_engines, "rollout/step", rollout_id)
+        metrics |= accounts | self.engines.metrics() | (self._pushes.probed() if self._pushes is not None else {})
+        self._restarts.seconds += metrics.pop("perf/recovery_time", 0.0)  # one figure a step, at its end
+        self._log(metrics, "rollout/step", rollout_id)
         return batches
 
     def pause_generation(self) -> None:
@@ -334,9 +333,8 @@ class Run:
             return
         with span("driver/push_weights", version=version):
             metrics = self._pushes.push(version)
-        self._data.confirm_routers(version)
         self._supervisor.version = str(version)
-        self._data.note_version()
+        self._data.confirm_push(version)
         self._log(metrics | self._memory.figures(), "rollout/step", max(version - 1, 0))
 
     def evaluate(self, version: int) -> None:

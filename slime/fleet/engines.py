@@ -63,7 +63,7 @@ class Engines(Roster):
         """Have the rollout manager send them requests, when ``opened``, its call that opens the routers, has returned.
         From now on go on without one that dies, and start it again, with ``--no-use-fault-tolerance`` only where its
         model tolerates that and has another."""
-        if self._manager is not None:  # another: one that dies while its routers open is no member that it waits for
+        if self._manager is not None:  # the next one hears at once of those that die while its routers open
             self._manager, self._opened, self._is_away = manager, opened, False
         self._tell(manager, START_ROUTER, opened)
         self._manager = manager
@@ -300,11 +300,6 @@ class Engines(Roster):
         for member in joined:
             if member in self.membership.engines:  # else it died meanwhile
                 self._is_back(member, phase)
-
-    def leave_groups(self, names: list[str], limit: Deadline) -> None:
-        """Have those of the trained model that live leave collective groups, those of these in which they are."""
-        calls = {member.called: member.actor.leave_groups.remote(names) for member in self.membership.trained}
-        self._supervisor.wait(calls, "leave the group of trainers that died", limit)
 
     def _examine(self, because: str) -> None:
         """Find out whether one hangs, which is then dead: who waits for its answer knows only that there is none."""

@@ -93,6 +93,11 @@ class Roster:
         """The answers of all sleepers that live when the call is over."""
         return self._supervisor.wait(self.begin(method, *values, sleepers=True), phase, limit)
 
+    def leave_groups(self, names: list[str], limit: Deadline) -> None:
+        """Have those of the trained model that live leave collective groups, those of these in which they are."""
+        calls = {member.called: member.actor.leave_groups.remote(names) for member in self.membership.trained}
+        self._supervisor.wait(calls, "leave the group of trainers that died", limit)
+
     def _address(self, member: Member) -> EngineAddress:
         generate_key, admin_key = self._actors.keys_of(member.spec) or (None, None)
         first = self._placement.number(member.slots[0]) if member.slots else len(self._placement.slots)

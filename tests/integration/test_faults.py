@@ -377,7 +377,11 @@ def test_a_router_that_is_lost_comes_back_at_its_address(workspace: Path, strike
         process.wait_until(lambda: back(run_dir, "router"), RUN_S, "the router")
         assert process.wait(RUN_S) == 0, process.tail()
         process.assert_no_process_left()
-    assert len(events_of(run_dir, "router_died")) == 1
+    died, returned = events_of(run_dir, "router_died", "router_back")
+    assert died["kind"] == "router_died"
+    for event in (died, returned):
+        assert event["version"].isdecimal()
+        assert re.fullmatch(r"rollout \d|between rollouts", event["phase"])
     assert not events_of(run_dir, "engine_died", "engine_hangs")
     assert_each_version_is_its_rollouts(run_dir, num_rollout)
     assert_nothing_lost_or_twice(run_dir, num_rollout)

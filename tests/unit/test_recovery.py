@@ -14,6 +14,7 @@ import ray
 
 from slime.driver import data_side, recovery
 from slime.driver.data_side import MANAGER, DataSide
+from slime.driver.meanwhile import Meanwhile
 from slime.driver.memory_scheduler import MemoryScheduler
 from slime.driver.recovery import Recovery, snapshot_directory
 from slime.driver.restarts import Goodput, Restarts
@@ -248,6 +249,51 @@ def test_trainers_that_die_while_the_last_scores_are_waited_for_come_back_too() 
 
     run.finish_evaluation = finish  # type: ignore[method-assign]
     assert list(run.rollouts()) == [0, 1, 1]
+
+
+def test_a_step_in_which_engines_and_trainers_were_lost_has_what_both_took(capsys: pytest.CaptureFixture[str]) -> None:
+    run, lines = Run(Namespace(start_rollout_id=0, num_rollout=9, asynchronous=False, rollout_timeout=5.0)), []
+    run._session._metrics = Namespace(log=lambda *line: lines.append(line))  # type: ignore[assignment]
+    run._data = Namespace(  # type: ignore[assignment]
+        wait_for_rollout=lambda rollout_id, limit: (["batch"], {"rollout/reward": 1.0}, 0.0),
+        hand_over=lambda rollout_id, limit: {"rollout/prompts_read": 4.0},
+    )
+    took = [{"rollout/engines_alive": 2.0, "perf/recovery_time": 30.0}, {"rollout/engines_alive": 2.0}]
+    run.engines.metrics = lambda: took.pop(0)  # type: ignore[method-assign]
+    for seconds in (12.0, 0.0):
+        with run.step(3):
+            run.take_rollout(3)
+            run._restarts.seconds += seconds
+    recovered = [values["perf/recovery_time"] for values, *_ in lines if "perf/recovery_time" in values]
+    assert recovered == [42.0], "in one line, once"
+    assert [values.get("rollout/engines_alive") for values, *_ in lines] == [2.0, None] * 2
+
+
+def test_the_manager_hears_the_version_of_every_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tells of faults as well."""
+    run, heard = Run(Namespace(weight_update_timeout=5.0)), list[str]()
+    run._session._metrics = Namespace(log=lambda *line: None)  # type: ignore[assignment]
+    monkeypatch.setattr(run._data, "note_version", lambda: heard.append(run._supervisor.version))
+    monkeypatch.setattr(run._data, "ask", lambda *asked: None)
+    run._memory = Namespace(figures=dict)  # type: ignore[assignment]
+
+    def push(version: int) -> dict[str, float]:
+        run._supervisor.version = str(version)
+        return {}
+
+    def catch_up() -> int:
+        push(5)
+        return 5
+
+    run._pushes = Namespace(  # type: ignore[assignment]
+        push=push, catch_up=catch_up, may_catch_up=lambda: True, trained=5, is_ahead=True
+    )
+    monkeypatch.setattr(run.engines, "expects_weights", lambda: True)
+    run._trainers.actors = [None]
+    run.push_weights(4)
+    requests = Namespace(serve=lambda: None, pending=False)
+    Meanwhile(run._pushes, requests, run._data, run._supervisor).do()  # type: ignore[arg-type]
+    assert heard == ["4", "5"]
 
 
 # ---- checkpoints and snapshots

@@ -21,7 +21,7 @@ from slime.observability import events
 from slime.rollout.engine.gate import PauseSwitch
 from slime.rollout.runtime import RolloutRuntime
 from slime.utils.http_client import Http
-from tests.small_fleet import ACTOR, REWARD
+from tests.small_fleet import ACTOR, REWARD, bare_manager
 from tests.unit.test_engines import members
 from tests.unit.test_http_utils import serving
 
@@ -144,6 +144,26 @@ def test_a_router_that_died_knows_the_engines_again_and_requests_wait_until_then
     assert both.events("phase", "version") == [("rollout 3", "2")] * 2
     both.routers.check("rollout 3")
     assert both.actor.started == 1
+
+
+def test_what_is_told_of_a_router_is_what_its_manager_does_and_of_the_version_that_the_driver_says(
+    runtime: RolloutRuntime, make_args: Callable[..., Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "_version", "none yet")
+    phases: list[str] = []
+
+    def check(phase: str) -> None:
+        phases.append(phase)
+        raise EngineError("it is in no other loop")
+
+    manager = bare_manager(make_args(), runtime, routers=Namespace(check=check))
+    with pytest.raises(EngineError):
+        manager.watch()
+    with manager._cancellable(0, "rollout 3"), pytest.raises(EngineError):
+        manager.watch()
+    assert phases == ["between rollouts", "rollout 3"]
+    manager.note_version("4")
+    assert events._version == "4"
 
 
 def test_a_router_that_does_not_start_is_tried_again_and_ends_the_run_when_its_budget_is_spent(both: Both) -> None:

@@ -14,7 +14,10 @@ from tools.soaking.watching import Event, is_of
 from tools.soaking.workspace import PROMPTS, SAMPLES
 
 _PARTS = ("trained", "dropped", "buffered", "in_flight")
-_FOLLOWS = {("disk_full", "driver_died")}
+_FOLLOWS = {
+    ("disk_full", "driver_died"),
+    *((kind, "push_failed") for kind, its in KINDS.items() if "engine_hangs" in its.told),
+}
 """What happens after a fault to others than those whom it strikes."""
 _CLOCKS_S = 0.5
 _UNTIL_CALM_S = 30.0
