@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from slime.files.checkpoints import LATEST
 from tests.integration import deadly_hooks
 from tests.integration.harness import ROOT, TrainProcess, assert_registered, read_metrics, series
-from tests.integration.test_faults import log_of
+from tests.integration.test_faults import kill_server, log_of
 from tests.integration.test_train import RUN_S, Value, flags, make_workspace
 from tests.integration.test_train_async import assert_every_prompt_once, async_flags
 
@@ -26,6 +26,8 @@ NUM_GPUS = 0
 pytestmark = pytest.mark.integration
 
 _ROLLOUTS = 5
+_ANOTHER = "another is made in its place"
+"""What the driver says when it has noticed that its rollout manager died."""
 _PAIR: dict[str, Value] = {"colocate": None, "actor_num_gpus_per_node": 2, "rollout_num_gpus": 1}
 
 
@@ -235,6 +237,34 @@ def test_an_asynchronous_run_whose_trainers_and_manager_die_trains_every_prompt_
     for line in last.values():
         parts = [line[f"rollout/prompts_{part}"] for part in ("trained", "dropped", "buffered", "in_flight")]
         assert line["rollout/prompts_read"] == sum(parts)
+
+
+@pytest.mark.full
+def test_an_engine_and_a_trainer_that_die_while_the_manager_is_made_anew_come_back_too(
+    workspace: Path, uninterrupted: Path
+) -> None:
+    def strike_manager(process: TrainProcess, run_dir: Path, version: int) -> None:
+        wait_for_span(process, run_dir, "driver/push_weights", version=version)
+        wait_for_call(process, run_dir, "/generate")
+        before = process.log.read_text().count(_ANOTHER)
+        manager(process).kill()
+        process.wait_until(lambda: process.log.read_text().count(_ANOTHER) > before, RUN_S, _ANOTHER, 0.02)
+
+    def strike(process: TrainProcess, run_dir: Path) -> None:
+        strike_manager(process, run_dir, 1)
+        kill_server(run_dir, 0)
+        strike_manager(process, run_dir, 3)
+        trainer(process, 1).kill()
+
+    run_dir = run_and_strike(workspace, "second_faults", strike, trainer_snapshot_interval=1)
+    events = events_of(run_dir)
+    print([(event["kind"], event["subject"], event["phase"], event["seconds"]) for event in events])
+    kinds = sorted(event["kind"] for event in events)
+    assert kinds == ["engine_back", "engine_died", "manager_died", "manager_died", "trainer_died"]
+    (died,) = [event for event in events if event["kind"] == "engine_died"]
+    assert died["phase"] in ("load data", "start router"), "while there was no manager"
+    assert all(event["version"].isdecimal() and event["phase"] for event in events)
+    assert_equals(run_dir, uninterrupted)
 
 
 @pytest.mark.full
