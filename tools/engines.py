@@ -5,8 +5,9 @@ python3 tools/engines.py RUN_DIR add HOST:PORT    # an SGLang server that runs a
 python3 tools/engines.py RUN_DIR add              # one more of the run's own, on free slots
 python3 tools/engines.py RUN_DIR remove N         # engine N, or another by its name
 
-A change is made when the run next waits for samples; this program waits for it, and for the weights of one that was
-added, up to --timeout seconds. Status 1 where the run refuses it, or did not make it in time, 2 where there is no run.
+A change is made when the run next waits for samples; an engine then starts while the run goes on. This program waits
+for that, and for the weights of one that was added, up to --timeout seconds. Status 1 where the run refuses it, or did
+not make it in time, 2 where there is no run.
 """
 
 from __future__ import annotations

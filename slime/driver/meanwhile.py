@@ -7,14 +7,13 @@ from slime.driver.data_side import DataSide
 from slime.driver.pushes import Pushes
 from slime.observability.progress import say
 from slime.observability.trace import span
-from slime.ray.supervision import Supervisor
 
 
 class Meanwhile:
     """Adds and removes those that an operator asks for, and gives weights to those that joined or came back."""
 
-    def __init__(self, pushes: Pushes, requests: EngineRequests, data: DataSide, supervisor: Supervisor) -> None:
-        self._pushes, self._requests, self._data, self._supervisor = pushes, requests, data, supervisor
+    def __init__(self, pushes: Pushes, requests: EngineRequests, data: DataSide) -> None:
+        self._pushes, self._requests, self._data = pushes, requests, data
 
     def is_due(self) -> bool:
         """Whether there is anything to do."""
@@ -34,7 +33,7 @@ class Meanwhile:
         with span("driver/push_weights", version=pushes.trained):
             version = pushes.catch_up()
         if is_newer:
-            say(f"no engine served: those that came back have the weights of version {version} before their time")
+            if not pushes.is_ahead:
+                say(f"no engine served: those that came back have the weights of version {version} before their time")
             self._data.resume_generation(version)
-        self._supervisor.version = str(version)
         self._data.note_version()

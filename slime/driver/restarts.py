@@ -7,8 +7,8 @@ import functools
 import time
 from collections.abc import Callable
 
-from slime.fleet.restarts import Budget
 from slime.options.flags.schema import flag_named
+from slime.ray.budget import Budget
 from slime.ray.supervision import RunError
 
 

@@ -138,7 +138,7 @@ class Run:
         probe = Probe(args, self._supervisor, self._trainers, make)
         self._pushes = Pushes(self._trainers, self.engines, self._memory, limit, probe)
         requests, versions = EngineRequests(self.engines), VersionFiles(args, self._pushes.confirmed)
-        self._meanwhile = Meanwhile(self._pushes, requests, self._data, self._supervisor)
+        self._meanwhile = Meanwhile(self._pushes, requests, self._data)
         self._data.catches_up(self._meanwhile.is_due, self._meanwhile.do)
         self._snapshots = snapshot_directory(args, placement, ray.util.get_node_ip_address())
         opened = self._data.open_routers()
@@ -333,7 +333,6 @@ class Run:
             return
         with span("driver/push_weights", version=version):
             metrics = self._pushes.push(version)
-        self._supervisor.version = str(version)
         self._data.confirm_push(version)
         self._log(metrics | self._memory.figures(), "rollout/step", max(version - 1, 0))
 

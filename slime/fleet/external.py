@@ -59,9 +59,10 @@ def with_external_engines(fleet: Fleet, keys: Keys) -> Fleet:
     return replace(fleet, engines=tuple(engines))
 
 
-def described(spec: EngineSpec, keys: Keys) -> EngineSpec:
-    """The entry of one external engine, as it describes itself; EngineError where it does not answer."""
-    (info,) = discover_external_engines(spec.urls, keys)
+def described(spec: EngineSpec, keys: Keys, timeout: float) -> EngineSpec:
+    """The entry of one external engine, as it describes itself; EngineError where it does not answer in ``timeout``
+    seconds."""
+    (info,) = discover_external_engines(spec.urls, keys, timeout)
     return _described(spec, info)
 
 

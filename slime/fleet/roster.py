@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
 
 import ray
 
-from slime.backends.sglang.client import EngineError
 from slime.fleet.actors import ActorMaker
 from slime.fleet.external import Keys
 from slime.fleet.membership import Member, Membership
@@ -21,21 +19,8 @@ from slime.ray.supervision import Deadline, RunError, Supervisor
 from slime.weights import EngineAddress
 
 
-class RefusedError(RunError):
-    """An engine was not added, or not removed, and the run goes on as before."""
-
-
-@contextlib.contextmanager
-def refusing(phase: str = "") -> Iterator[None]:
-    """Within, what fails is only about the engine that is to be added."""
-    try:
-        yield
-    except (RunError, EngineError) as error:
-        raise RefusedError(f"{phase}: {error}" if phase else str(error)) from error
-
-
-class Roster:
-    """Who there is, in versions. What becomes of one that dies is decided by `_go_on_without`."""
+class Roster(ABC):
+    """Who there is, in versions. What becomes of one that dies is decided by whoever completes this."""
 
     def __init__(self, args: argparse.Namespace, supervisor: Supervisor) -> None:
         self._args, self._supervisor = args, supervisor
@@ -53,15 +38,19 @@ class Roster:
         for spec, slots in zip(fleet.engines, placement.engines, strict=True):
             for number in range(spec.count):
                 first = number * spec.width
-                self._make(spec, slots[first : first + spec.width], serves=True)
+                member = self._make(spec, slots[first : first + spec.width])
+                self.membership = self.membership.having(member)
+                self._watch(member)
 
-    def _make(self, spec: EngineSpec, slots: list[Slot], *, serves: bool) -> Member:
+    def _make(self, spec: EngineSpec, slots: list[Slot]) -> Member:
+        """One more, which nobody knows yet."""
         rank = sum(other.spec.model == spec.model for other in self._members.values())
         name, actor = self._actors.make(spec, slots, rank)
-        member = self._members[name] = Member(name, spec, "", actor, tuple(slots), serves, rank)
-        self.membership = self.membership.having(member)
-        self._supervisor.watch(name, actor, functools.partial(self._go_on_without, name))
+        member = self._members[name] = Member(name, spec, "", actor, tuple(slots), rank=rank)
         return member
+
+    def _watch(self, member: Member) -> None:
+        self._supervisor.watch(member.called, member.actor, functools.partial(self._go_on_without, member.name))
 
     def started(self, urls: list[str]) -> None:
         """Note the addresses at which all answer, in the order of `begin`; RunError if several have the same."""
@@ -69,11 +58,6 @@ class Roster:
             raise RunError(f"start engines: several have the same address: {', '.join(sorted(urls))}")
         members = zip(self.membership.engines, urls, strict=True)
         self.membership = self.membership.having(*(replace(member, url=url) for member, url in members))
-
-    def _leave_out(self, member: Member) -> None:
-        if member.name in (other.name for other in self.membership.engines):
-            self.membership = self.membership.without(member.name)
-            self._free(member)
 
     def _free(self, member: Member) -> None:
         # It owns the server's supervisor, which ends what is left of the tree when its owner goes, and the actors of
@@ -106,5 +90,7 @@ class Roster:
             member.url, member.spec.width, generate_key, admin_key, first, apart, member.life, member.name
         )
 
+    @abstractmethod
     def _go_on_without(self, name: str, phase: str, cause: str) -> None:
-        raise NotImplementedError
+        """Called when the latest life of an engine is over, in ``phase``; RunError with the ``cause`` if the run cannot
+        go on."""

@@ -17,9 +17,9 @@ from slime.backends.sglang.client import EngineError
 from slime.backends.sglang.router import Router, RouterKeys, RunningRouter
 from slime.fleet.membership import Membership
 from slime.fleet.resend_log import ResendLog
-from slime.fleet.restarts import Budget, pause_before
 from slime.fleet.spec import ModelSpec
 from slime.observability import events
+from slime.ray.budget import Budget, pause_before
 from slime.ray.cluster import serving_host
 from slime.ray.examination import Examiner
 from slime.rollout.engine.gate import PauseSwitch

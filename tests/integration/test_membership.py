@@ -26,6 +26,7 @@ os.cpu_count = lambda: 3  # so that a slot is left
 from slime.driver.process import run_driver
 from slime.driver.run import Run
 from slime.entry.arguments import parse_args
+from slime.ray.supervision import Deadline
 
 
 def train(args):
@@ -38,6 +39,8 @@ def train(args):
                 run.train(rollout_id, batches)
                 if rollout_id == 0:
                     joined = run.engines.add("actor")
+                    assert [row["state"] for row in run.engines.describe()] == ["serves", "starts"]
+                    run._supervisor.wait_until(run.engines.waiting, "wait for it", Deadline(240.0), joined)
                 if rollout_id == 1:
                     run.engines.remove(joined)
                 run.push_weights(version=rollout_id + 1)
@@ -51,6 +54,7 @@ from slime.driver.process import run_driver
 from slime.driver.pipeline import Pipeline
 from slime.driver.run import Run
 from slime.entry.arguments import parse_args
+from slime.ray.supervision import Deadline
 
 
 def train(args):
@@ -66,6 +70,7 @@ def train(args):
                     run.engines.remove("engine 1")
                 if rollout_id == 1:
                     assert run.engines.add("actor") == "engine 2"
+                    run._supervisor.wait_until(run.engines.waiting, "wait for it", Deadline(240.0), "engine 2")
                 rollouts.push_weights(version=rollout_id + 1)
 
 

@@ -172,7 +172,8 @@ def test_an_engine_has_an_actor_on_the_first_slot_of_each_of_its_nodes(
     monkeypatch.setattr(actors, "as_actor", lambda cls, **threads: created)
     monkeypatch.setattr(Placement, "options", lambda self, slot, trains: {"bundle": slot.bundle})
     slots = [Slot(9 - i, f"10.0.0.{i // 2}", str(i % 2)) for i in range(4)]
-    spec, args = entry(count=4 // width, width=width, per_node=2), Namespace(offload_rollout=None)
+    spec = entry(count=4 // width, width=width, per_node=2)
+    args = Namespace(offload_rollout=None)
     supervisor = Namespace(watch=lambda *_: None)
     engines.Engines(args, supervisor).create(Fleet(0, (spec,)), Placement(slots, [], [slots]))  # type: ignore[arg-type]
     assert [plan.name for plan in plans] == ["engine"] * (4 // width)

@@ -19,12 +19,13 @@ from slime.driver.control.engine_requests import EngineRequests
 from slime.driver.control.server import Control
 from slime.driver.control.version_files import VersionFiles
 from slime.files.control_file import control_file, read_control_file
-from slime.fleet import engines as fleet_engines
-from slime.fleet.roster import RefusedError
+from slime.fleet import joining
+from slime.fleet.arrivals import Told
+from slime.fleet.joining import RefusedError
 from slime.fleet.spec import EngineSpec
 from slime.ray.supervision import RunError
 from slime.weights import EngineAddress
-from tests.unit.test_engines import Cluster, failure, killed
+from tests.unit.test_engines import Cluster, Ref, failure, killed
 from tools import engines as tool
 
 NUM_GPUS = 0
@@ -39,19 +40,31 @@ class Engines:
         self.asked: list[Any] = []
         self.refuses: Exception | None = None
         self.there = {"engine 0": "serves"}
+        self.starting: Told | None = None
+        """Whom to tell that the one that was added has started, or of what it has not."""
 
-    def add(self, url: str | None = None, slots_within: float = 0.0) -> str:
-        return self._do(("add", url), "engine 1", "waits for weights")
+    def add(self, told: Told, url: str | None = None, slots_within: float = 0.0) -> str:
+        self._do(("add", url), "engine 1", "starts")
+        self.starting = told
+        return "engine 1"
+
+    def start(self, failure: str = "") -> None:
+        """Have the start that is under way be over."""
+        told, self.starting = self.starting, None
+        assert told is not None
+        self.there |= {"engine 1": "waits for weights"}
+        if failure:
+            del self.there["engine 1"]
+        told("engine 1", failure)
 
     def remove(self, name: str) -> None:
         self._do(("remove", name), name, "")
 
-    def _do(self, what: tuple[str, str | None], name: str, state: str) -> str:
+    def _do(self, what: tuple[str, str | None], name: str, state: str) -> None:
         self.asked.append(what)
         if self.refuses is not None:
             raise self.refuses
         self.there = {other: its for other, its in {**self.there, name: state}.items() if its}
-        return name
 
     def describe(self) -> dict[str, Any]:
         rows = [{"name": name, "state": state} for name, state in self.there.items()]
@@ -74,6 +87,8 @@ class Run:
         while not self._ended.wait(0.05):
             if self.requests.pending:
                 self.requests.serve()
+            elif self.engines.starting is not None:
+                self.engines.start()
             elif "engine 1" in self.engines.there:
                 self.engines.there["engine 1"] = "serves"
 
@@ -185,6 +200,27 @@ def test_bad_requests_are_answered(run: Run, tmp_path: Path, method: str, path: 
     assert run.engines.asked == []
 
 
+def test_an_engine_is_added_when_it_has_started_and_refused_when_it_does_not() -> None:
+    engines = Engines()
+    asked = EngineRequests(engines)  # type: ignore[arg-type]
+    for number in (1, 2, 3):
+        asked.put("add", "")
+        asked.serve()
+        assert not asked.pending, "the driver goes on"
+        state = {"number": number, "kind": "add", "subject": "", "state": "under way", "told": ""}
+        assert asked.get(number) == state
+        if number == 3:
+            asked.close()
+        else:
+            engines.start("" if number == 1 else "start engine 1: it ended with status 1\nits log")
+    found = [asked.get(number) or {} for number in (1, 2, 3)]
+    assert [(each["state"], each["told"]) for each in found] == [
+        ("done", "engine 1"),
+        ("refused", "start engine 1: it ended with status 1\nits log"),
+        ("refused", "the run has ended"),
+    ]
+
+
 def test_what_ends_the_run_ends_it() -> None:
     engines = Engines()
     asked = EngineRequests(engines)  # type: ignore[arg-type]
@@ -200,34 +236,32 @@ def test_what_ends_the_run_ends_it() -> None:
 def external(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, kind: str = "regular") -> None:
     """Have any address be that of a server of this kind."""
 
-    def described(spec: EngineSpec, keys: Any) -> EngineSpec:
+    def described(spec: EngineSpec, keys: Any, timeout: float) -> EngineSpec:
         return replace(spec, width=2, worker_type=kind, keyed=False)
 
-    monkeypatch.setattr(fleet_engines, "described", described)
-    monkeypatch.setattr(fleet_engines, "given_keys", lambda args: None)
+    monkeypatch.setattr(joining, "described", described)
+    monkeypatch.setattr(joining, "given_keys", lambda args: None)
     vars(cluster.engines._args).update(num_gpus_per_node=8, update_weight_transport="tensor", lora_sync="merged")
     monkeypatch.setattr("slime.ray.cluster.ray.get_runtime_context", lambda: Namespace(get_node_id=lambda: "0" * 56))
 
 
 def add(cluster: Cluster, url: str, start: Any = None) -> str:
-    create = cluster.create
+    return cluster.joined(*begin_to_add(cluster, url, start))
+
+
+def begin_to_add(cluster: Cluster, url: str, start: Any = None) -> tuple[str, list[tuple[str, str]]]:
+    told: list[tuple[str, str]] = []
 
     def at(plan: Any) -> Any:
         assert (plan.url, plan.api_keys) == (url, None)
-        actor = create(plan)
+        actor = cluster.create(plan)
         actor.answers["start"] = start or url
         return actor
 
-    cluster.create = at  # type: ignore[method-assign]
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                "slime.fleet.actors.as_actor",
-                lambda cls, **threads: Namespace(options=lambda **_: Namespace(remote=at)),
-            )
-            return cluster.engines.add(url=url)
-    finally:
-        cluster.create = create  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        created = Namespace(options=lambda **_: Namespace(remote=at))
+        patch.setattr("slime.fleet.actors.as_actor", lambda cls, **threads: created)
+        return cluster.engines.add(url=url, told=lambda *what: told.append(what)), told
 
 
 def test_an_external_engine_joins_engines_beside_trainers_and_leaves(
@@ -239,6 +273,11 @@ def test_an_external_engine_joins_engines_beside_trainers_and_leaves(
     assert add(cluster, local) == "engine 2"
     with pytest.raises(RefusedError, match="it is one of the run's engines already"):
         add(cluster, local)
+    other = "http://127.0.0.1:30001"
+    begin_to_add(cluster, other, start=Ref())
+    with pytest.raises(RefusedError, match="it is one of the run's engines already"):
+        add(cluster, other)
+    cluster.engines.remove("engine 3")
     states = {row["name"]: (row["kind"], row["state"]) for row in cluster.engines.describe()}
     assert states["engine 2"] == ("regular, external", "waits for weights")
 
@@ -253,9 +292,9 @@ def test_an_external_engine_joins_engines_beside_trainers_and_leaves(
     assert address.first_slot == len(cluster.placement.slots)
     assert cluster.serving()[-1] == ["http://e0", "http://e1", local]
     cluster.engines.remove("engine 2")
-    assert [call[0] for call in cluster.actors[-1].calls] == ["start", "leave"]
-    assert killed == [cluster.actors[-1]]
-    assert add(cluster, local) == "engine 3"
+    assert [call[0] for call in cluster.actors[-2].calls] == ["start", "leave"]
+    assert killed == cluster.actors[:-3:-1]
+    assert add(cluster, local) == "engine 4"
     cluster.engines.push(1, publish)
     assert pushed[-1] != address, "the publisher must not take it for the one that has these weights"
 
@@ -303,7 +342,7 @@ def test_one_that_serves_another_model_is_refused_and_the_run_goes_on(monkeypatc
     cluster = Cluster()
     external(cluster, monkeypatch)
     wrong = failure(EngineError("the server at http://127.0.0.1:1 does not serve this run's model: dtype"))
-    with pytest.raises(RefusedError, match=r"start engine 2: engine 2 failed .*does not serve this run's model: dtype"):
+    with pytest.raises(RefusedError, match=r"^start engine 2: the server at .* does not serve this run's model: dtype"):
         add(cluster, "http://127.0.0.1:1", start=lambda: wrong)
     assert cluster.rollout() == ["samples"]
     assert [row["name"] for row in cluster.engines.describe()] == ["engine 0", "engine 1"]

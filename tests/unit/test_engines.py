@@ -18,6 +18,7 @@ from slime.fleet import actors as fleet_actors
 from slime.fleet import placement
 from slime.fleet import routers as fleet_routers
 from slime.fleet.engines import Engines
+from slime.fleet.joining import RefusedError
 from slime.fleet.membership import Member, Membership
 from slime.fleet.placement import Placement, Slot
 from slime.fleet.routers import Routers
@@ -152,7 +153,12 @@ class Cluster:
         return self.actors[-1]
 
     def add(self, model: str = "actor", start: Any = None) -> str:
-        """One more, whose start gives ``start`` if given."""
+        """One more, whose start gives ``start`` if given, when it has joined; RefusedError where it does not."""
+        return self.joined(*self.begin_to_add(model, start))
+
+    def begin_to_add(self, model: str = "actor", start: Any = None) -> tuple[str, list[tuple[str, str]]]:
+        """Its name, and what is told of it."""
+        told: list[tuple[str, str]] = []
 
         def create(plan: EnginePlan) -> Actor:
             actor = self.create(plan)
@@ -161,7 +167,18 @@ class Cluster:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fleet_actors, "as_actor", lambda cls, **threads: ActorClass(create))
-            return self.engines.add(model)
+            return self.engines.add(model, told=lambda *what: told.append(what)), told
+
+    def joined(self, name: str, told: list[tuple[str, str]]) -> str:
+        """The name of one that was begun to be added, when ``told`` has what has become of it."""
+        for _ in range(9):
+            if told:
+                break
+            self.rollout()
+        assert [who for who, _ in told] == [name]
+        if told[0][1]:
+            raise RefusedError(told[0][1])
+        return name
 
     def serving(self) -> list[list[str]]:
         """What the manager was told of the trained model's, call by call."""
@@ -476,10 +493,100 @@ def test_a_reward_engine_that_dies_before_it_serves_is_no_loss() -> None:
         cluster.actors[-1].die()
         return failure(EngineError("refused"))
 
-    with pytest.raises(RunError, match=r"start reward engine 1: .*status 137"):
+    with pytest.raises(RunError, match=r"start reward engine 1: refused"):
         cluster.add("reward", start=die)
     assert cluster.rollout() == ["samples"]
     assert cluster.add("reward") == "reward engine 2"
+
+
+@pytest.mark.parametrize("restarts", [None, 3])
+def test_nobody_waits_for_an_engine_that_joins(restarts: int | None, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster, starting = Cluster(count=3, beside=False, restarts=restarts), Ref()
+    cluster.engines.remove("engine 2")
+    cluster.begin_to_add(start=starting)
+    cluster.rollout()
+    assert [row["state"] for row in cluster.engines.describe()] == ["serves", "serves", "starts"]
+    assert cluster.engines.push(4, lambda engines: {"engines": len(engines)}) == {"engines": 2}
+    starting.give("http://e3")
+    cluster.rollout()
+    assert [row["state"] for row in cluster.engines.describe()] == ["serves", "serves", "waits for weights"]
+    assert cluster.engines.push(5, lambda engines: {"engines": len(engines)}) == {"engines": 3}
+    cluster.engines.admit()
+    assert cluster.serving()[-1] == ["http://e0", "http://e1", "http://e3"]
+    assert cluster.engines.metrics()["rollout/engine_restarts"] == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_one_that_was_added_may_be_removed_before_it_has_started(
+    killed: list[Actor], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster, told = Cluster(count=3, beside=False), list[tuple[str, str]]()
+    cluster.engines.remove("engine 2")
+    with pytest.MonkeyPatch.context() as patch:
+        starting = ActorClass(lambda plan: Actor(plan.rank, start=Ref()))
+        patch.setattr(fleet_actors, "as_actor", lambda cls, **threads: starting)
+        for one in (lambda *what: told.append(what), None):
+            given = {} if one is None else {"told": one}
+            name = cluster.engines.add(**given)
+            cluster.engines.remove(name)
+    assert told == [("engine 3", "remove engine 3: it was removed before it had started")]
+    assert "engine 4 does not join: remove engine 4: it was removed before" in capsys.readouterr().err
+    assert [actor.rank for actor in killed] == [2, 3, 4]
+    assert [row["name"] for row in cluster.engines.describe()] == ["engine 0", "engine 1"]
+    assert cluster.add() == "engine 5", "on the same slot"
+
+
+def test_a_run_that_has_only_one_that_joins_ends_when_that_does_not_start() -> None:
+    cluster, starting = Cluster(beside=False, restarts=0), Ref()
+    cluster.engines.remove("engine 1")
+    cluster.begin_to_add(start=starting)
+    cluster.rollout()
+    cluster.actors[0].die()
+    cluster.rollout()
+    assert cluster.engines.expects_weights()
+    starting.give(failure(EngineError("no such model")))
+    with pytest.raises(RunError, match=r"^rollout 3: no engine is left, engine 0 were lost\nengine 0 was lost at 2"):
+        cluster.rollout()
+
+
+def test_one_serves_from_when_its_router_has_it_and_its_version_is_known_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, seen = Cluster(count=2, rewarders=1, beside=False), list[tuple[list[str], str]]()
+    cluster.actors[1].die()
+    cluster.rollout()
+
+    def look() -> None:
+        states = [row["state"] for row in cluster.engines.describe()]
+        seen.append((states, cluster.supervisor.version))
+
+    assert cluster.add() == "engine 2"
+    cluster.engines.push(7, lambda engines: {})
+    look()
+    cluster.manager.answers["serve"] = look
+    cluster.engines.admit()
+    look()
+    assert seen == [
+        (["serves", "serves", "waits for weights"], "none yet"),
+        (["serves", "serves", "is being registered"], "7"),
+        (["serves", "serves", "serves"], "7"),
+    ]
+    registering = cluster.manager.answers["serve"] = Ref()
+    monkeypatch.setattr(placement, "_reserve", lambda count, resource, timeout: [Slot(99, "here", None)] * count)
+    assert cluster.add("reward") == "reward engine 1"
+    cluster.rollout()
+    assert cluster.engines.describe()[-1]["state"] == "is being registered", "it needs no weights, but a router"
+    registering.give(None)
+    cluster.rollout()
+    assert cluster.engines.describe()[-1]["state"] == "serves"
+
+
+def test_who_looks_while_the_engines_change_sees_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control server's threads do."""
+    cluster = Cluster()
+    after = cluster.engines.membership
+    reads = [after.without("engine 1"), after]
+    changing = property(lambda engines: reads.pop(0) if len(reads) > 1 else reads[0], lambda engines, given: None)
+    monkeypatch.setattr(Engines, "membership", changing, raising=False)
+    assert [row["name"] for row in cluster.engines.describe()] == ["engine 0", "engine 1"]
 
 
 def test_an_engine_that_dies_while_it_leaves_frees_its_slots_once() -> None:

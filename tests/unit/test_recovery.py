@@ -292,7 +292,7 @@ def test_the_manager_hears_the_version_of_every_push(monkeypatch: pytest.MonkeyP
     run._trainers.actors = [None]
     run.push_weights(4)
     requests = Namespace(serve=lambda: None, pending=False)
-    Meanwhile(run._pushes, requests, run._data, run._supervisor).do()  # type: ignore[arg-type]
+    Meanwhile(run._pushes, requests, run._data).do()  # type: ignore[arg-type]
     assert heard == ["4", "5"]
 
 

@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from slime.backends.sglang.client import EngineError
 from slime.driver.pushes import Pushes
 from slime.fleet import actors as fleet_actors
-from slime.fleet import restarts
+from slime.fleet import placement
 from slime.fleet.engines import NoEngineError
-from slime.fleet.restarts import Budget, pause_before
+from slime.fleet.joining import RefusedError
+from slime.fleet.placement import Slot
 from slime.observability import events
+from slime.ray import budget
+from slime.ray.budget import Budget, pause_before
 from slime.ray.supervision import Deadline, LostError, RayDownError, RunError
 from slime.weights import EngineAddress
 from tests.unit.test_engines import Actor, ActorClass, Cluster, Ref, failure, killed, urls_of
@@ -45,7 +49,7 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What `time.monotonic` gives where restarts are counted."""
     now = [1000.0]
-    monkeypatch.setattr(restarts.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(budget.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -232,8 +236,8 @@ def test_engines_on_trainers_slots_start_while_trainers_sleep(monkeypatch: pytes
             return [], refs
         return plain(refs, *args, **options)
 
-    plain = restarts.ray.wait
-    monkeypatch.setattr(restarts.ray, "wait", wait)
+    plain = ray.wait
+    monkeypatch.setattr(ray, "wait", wait)
     fleet.engines.hold_starts()
     assert [member.name for member in fleet.engines.waiting()] == ["engine 1"]
 
@@ -250,6 +254,80 @@ def test_one_that_comes_back_may_be_removed(monkeypatch: pytest.MonkeyPatch, kil
     fleet.rollout()
     assert [member.name for member in fleet.engines.membership.engines] == ["engine 0"]
     assert fleet.add() == "engine 2", "on its slot"
+
+
+@pytest.mark.parametrize(
+    ("count", "least", "why"),
+    [
+        (1, 1, "remove engine 0: no other engine serves the model 'actor'"),
+        (2, 2, "remove engine 0: --min-engines 2 would not be left"),
+    ],
+)
+def test_one_that_comes_back_stays_where_too_few_others_are_there(
+    monkeypatch: pytest.MonkeyPatch, count: int, least: int, why: str
+) -> None:
+    fleet = Fleet(monkeypatch, count=count, min_engines=least)
+    fleet.starts = [Ref()]
+    fleet.actors[0].die()
+    fleet.rollout()
+    for _ in range(2):
+        with pytest.raises(RefusedError, match=why):
+            fleet.engines.remove("engine 0")
+        fleet.rollout()
+    assert {row["name"]: row["state"] for row in fleet.engines.describe()}["engine 0"] == "starts again"
+    assert fleet.engines.expects_weights()
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_one_that_was_removed_is_lost_no_more(
+    monkeypatch: pytest.MonkeyPatch, returns: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = Fleet(monkeypatch, count=3, beside=False)
+    fleet.starts = [] if returns else [Ref()]
+    fleet.actors[1].die()
+    for _ in range(3):
+        fleet.rollout()
+    assert bool(fleet.engines.waiting()) == returns
+    fleet.engines.remove("engine 1")
+    capsys.readouterr()
+    fleet.actors[2].die()
+    fleet.rollout()
+    assert "going on with 1 of 2 engines" in capsys.readouterr().err
+    fleet.engines.push(4, fleet.publish)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "skipped engine 2, which was lost" in line
+
+
+def test_one_that_is_given_up_after_it_had_started_is_gone_and_its_slots_are_free_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = Fleet(monkeypatch, restarts=1, beside=False)
+    for actor in (1, 2):
+        fleet.actors[actor].die()
+        for _ in range(3):
+            fleet.rollout()
+    assert [row["name"] for row in fleet.engines.describe()] == ["engine 0"]
+    with pytest.raises(RefusedError, match=r"remove engine 1: there is no such engine, there are: engine 0$"):
+        fleet.engines.remove("engine 1")
+    monkeypatch.setattr(placement, "_reserve", lambda count, resource, timeout: [Slot(99, "here", None)] * count)
+    for name in ("engine 2", "engine 3"):
+        assert fleet.add() == name
+    slots = [slot.bundle for member in fleet.engines.membership.engines for slot in member.slots]
+    assert sorted(slots) == [0, 1, 99]
+
+
+def test_one_that_is_lost_is_not_out_of_sight_before_it_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asked for it would take it for gone."""
+    fleet, seen = Fleet(monkeypatch), list[str]()
+
+    def take(self: Budget, name: str) -> bool:
+        seen.extend(row["state"] for row in fleet.engines.describe() if row["name"] == name)
+        return True
+
+    monkeypatch.setattr(Budget, "take", take)
+    fleet.actors[1].die()
+    fleet.rollout()
+    assert seen == ["serves"]
 
 
 def test_trainers_wait_until_what_was_lost_has_given_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -566,6 +644,7 @@ def test_when_none_serves_the_trainers_weights_are_pushed_before_their_time_and_
     assert made.is_ahead
     assert made.catch_up() == 1
     assert trainers.pushed[1:] == [(1, ["http://e1", "http://e0"])]
+    assert fleet.supervisor.version == "1"
     assert made.push(1) == {}
     assert made.push(2) == {"seconds": 1.0}
     assert [version for version, _ in trainers.pushed] == [0, 1, 2]

@@ -13,11 +13,11 @@ import pytest
 from aiohttp import web
 
 from slime.backends.sglang.client import EngineError, GenerateClient
-from slime.fleet import restarts
 from slime.fleet import routers as fleet_routers
 from slime.fleet.membership import Membership
 from slime.fleet.routers import Routers
 from slime.observability import events
+from slime.ray import budget
 from slime.rollout.engine.gate import PauseSwitch
 from slime.rollout.runtime import RolloutRuntime
 from slime.utils.http_client import Http
@@ -290,4 +290,4 @@ def test_a_try_waits_as_long_as_who_answers_is_away() -> None:
 
 
 def test_the_pauses_between_starts_of_routers_and_engines_are_the_same() -> None:
-    assert fleet_routers.pause_before is restarts.pause_before
+    assert fleet_routers.pause_before is budget.pause_before

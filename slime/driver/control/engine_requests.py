@@ -1,14 +1,15 @@
-"""What an operator asks of a run's engines, one more or one less; done by the driver when nothing else is under way."""
+"""What an operator asks of a run's engines, one more or one less; done, or begun, by the driver when nothing else is
+under way."""
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from slime.fleet.engines import Engines
-from slime.fleet.roster import RefusedError
+from slime.fleet.joining import RefusedError
 from slime.observability.progress import say, warn
 from slime.options.errors import OptionError
 from slime.options.serving.external import FLAG, normalize_external_engine_addr
@@ -57,41 +58,51 @@ class EngineRequests:
     @property
     def pending(self) -> bool:
         """Whether any waits."""
-        return any(True for _ in self._waiting())
+        return bool(self._waiting())
 
     def serve(self) -> None:
-        """Do all that wait. What goes wrong with one is told to whoever asked for it; what ends the run is raised."""
+        """Do all that wait, or begin it: an engine starts while the run goes on. What goes wrong with one is told to
+        whoever asked for it; what ends the run is raised."""
         for request in self._waiting():
             request.state = "under way"
             try:
-                request.told = self._do(request)
-                request.state = "done"
+                self._do(request)
             except RefusedError as refused:
-                request.told = str(refused)
-                request.state = "refused"
-                warn(f"not done, as asked for: {str(refused).splitlines()[0]}")
+                self._settle(request, request.subject, str(refused))
 
     def close(self) -> None:
         """The run is over."""
-        for request in self._waiting():
-            request.state, request.told = "refused", "the run has ended"
+        for request in self._those("waits", "under way"):
+            request.told, request.state = "the run has ended", "refused"
 
-    def _waiting(self) -> Iterator[EngineRequest]:
+    def _waiting(self) -> list[EngineRequest]:
+        return self._those("waits")
+
+    def _those(self, *states: str) -> list[EngineRequest]:
         with self._changing:
-            waiting = [each for each in self._all.values() if each.state == "waits"]
-        yield from waiting
+            return [each for each in self._all.values() if each.state in states]
 
-    def _do(self, request: EngineRequest) -> str:
+    def _do(self, request: EngineRequest) -> None:
         if request.kind == "remove":
             self._engines.remove(request.subject)
-            say(f"{request.subject} was removed, as asked")
-            return request.subject
+            self._settle(request, request.subject, "")
+            return
         url = None
         if request.subject:
             try:
                 url = normalize_external_engine_addr(request.subject)
             except OptionError as error:
                 raise RefusedError(str(error).removeprefix(f"{FLAG} ")) from None
-        name = self._engines.add(url=url, slots_within=_SLOTS_WITHIN_S)
-        say(f"{name} was added, as asked" + (f": {url}" if url else ""))
-        return name
+        told = functools.partial(self._settle, request)
+        self._engines.add(url=url, slots_within=_SLOTS_WITHIN_S, told=told)
+
+    def _settle(self, request: EngineRequest, name: str, why_not: str) -> None:
+        """It is done, or refused for a reason."""
+        if why_not:
+            request.told, request.state = why_not, "refused"
+            warn(f"not done, as asked for: {why_not.splitlines()[0]}")
+            return
+        request.told, request.state = name, "done"
+        what = "removed" if request.kind == "remove" else "added"
+        at = f": {request.subject}" if request.kind == "add" and request.subject else ""
+        say(f"{name} was {what}, as asked{at}")
