@@ -21,6 +21,7 @@ from slime.agent.messages import chain_of
 from slime.agent.rendering import TurnRenderer
 from slime.agent.trajectory import DriftKind, TrajectoryManager, TurnRecord
 from slime.data import Sample, Status
+from slime.rollout.batches.metrics import agent_metrics
 from tests import chat_templates
 from tests.small_rollout import CHATML
 
@@ -326,6 +327,25 @@ def test_the_cost_of_a_turn_is_that_of_what_was_said_since(tokenizers: Callable[
         rendered.append(client.memory.counters.rendered_tokens)
     assert rendered[0] > 5000
     assert max(after - before for before, after in itertools.pairwise(rendered)) < 500
+
+
+def test_metrics_tell_what_became_of_sessions() -> None:
+    counters = {"turns": 4.0, "forks": 1.0, "rendered_again": 10.0, "render_seconds": 0.2, "rendered_tokens": 50.0}
+    other = dict.fromkeys(counters, 0.0) | {"turns": 2.0}
+    samples = [
+        Sample(response_length=6, loss_mask=[1, 1, 0, 0, 0, 1], metadata={"agent": counters}),
+        Sample(response_length=2, loss_mask=[1, 1]),
+        Sample(response_length=2, loss_mask=[0, 1], metadata={"agent": other}),
+    ]
+    assert agent_metrics(samples) == {
+        "agent/turns": 3.0,
+        "agent/forks": 0.5,
+        "agent/realigned_tokens": 5.0,
+        "agent/trained_ratio": 0.6,
+        "agent/samples": 1.5,
+        "agent/tokenization_ms": pytest.approx(1000 * 0.2 / 6),
+    }
+    assert agent_metrics([Sample(metadata={"agent": "a user's"})]) == {}
 
 
 # ---- samples, and upstream's way in

@@ -108,7 +108,7 @@ def _named_in(file: Path) -> Iterator[str]:
     for node in nodes:
         if isinstance(node, (ast.JoinedStr, ast.Constant)) and id(node) not in within | spans:
             text = _text(node)
-            if re.fullmatch(r"(train|rollout|eval|perf|passrate|multi_turn)/[\w/@\0-]+", text):
+            if re.fullmatch(r"(train|rollout|eval|perf|passrate|multi_turn|agent)/[\w/@\0-]+", text):
                 yield text
 
 

@@ -97,11 +97,29 @@ def engine_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return metrics
 
 
+def agent_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """What became of agents' sessions, which `slime.agent` notes with the first sample of each; nothing without any."""
+    figures = [sample.metadata["agent"] for sample in samples if isinstance(sample.metadata.get("agent"), dict)]
+    if not figures:
+        return {}
+    total = {name: sum(each[name] for each in figures) for name in figures[0]}
+    said = sum(sample.response_length for sample in samples)
+    return {
+        "agent/turns": total["turns"] / len(figures),
+        "agent/forks": total["forks"] / len(figures),
+        "agent/realigned_tokens": total["rendered_again"] / len(figures),
+        "agent/trained_ratio": sum(sample.effective_response_length for sample in samples) / said if said else 0.0,
+        "agent/samples": len(samples) / len(figures),
+        "agent/tokenization_ms": 1000 * total["render_seconds"] / total["turns"] if total["turns"] else 0.0,
+    }
+
+
 def sample_metrics(args: Namespace, samples: list[Sample]) -> dict[str, float]:
-    """What --log-passrate, --log-multi-turn, --log-reward-category and --log-correct-samples ask for."""
+    """What --log-passrate, --log-multi-turn, --log-reward-category and --log-correct-samples ask for, and agents'."""
     metrics: dict[str, float] = {}
     if not samples:
         return metrics
+    metrics |= agent_metrics(samples)
     if args.log_passrate:
         rates = pass_rates(by_response(samples, [reward_or_none(args, sample) for sample in samples]))
         metrics |= {f"passrate/pass@{k}": rate for k, rate in rates.items()}
