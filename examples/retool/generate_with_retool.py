@@ -16,7 +16,8 @@ from argparse import Namespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from examples.retool.tool_sandbox import Limits, SandboxError, run_python
+from slime.agent.sandbox.protocol import SandboxError
+from slime.agent.sandbox.python_code import Limits, run_python
 from slime.grading.graders import math_reward
 from slime.options.flags.schema import positive
 from slime.rollout.observation import append_observation, response_text

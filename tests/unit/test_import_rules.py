@@ -94,6 +94,7 @@ RULES = (
         engines=("ray",),
         lazily=("slime.backends.sglang.patches",),
     ),
+    Rule("slime.agent", (*BASE, "slime.processes")),
     Rule("slime.utils.external_utils", (*BASE, "slime.processes", "slime.options")),
     Rule("slime.ray", PARTS, engines=("ray",)),
     Rule("slime.fleet", (*PARTS, "slime.ray"), engines=("ray",)),

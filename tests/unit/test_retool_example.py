@@ -35,7 +35,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ran: list[str] = []
 
     async def run_python(code: str, limits: retool.Limits) -> Any:
-        from examples.retool.tool_sandbox import Result
+        from slime.agent.sandbox.python_code import Result
 
         ran.append(code)
         if code == "broken sandbox":

@@ -1,4 +1,4 @@
-"""examples/retool/tool_sandbox.py against programs that misbehave."""
+"""Python that a model wrote, run by slime.agent.sandbox.python_code, against programs that misbehave."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from examples.retool import tool_sandbox
-from examples.retool.sandbox_child import REFUSED
-from examples.retool.tool_sandbox import PROBES, Limits, Result, SandboxError, probe, run_python
+from examples.retool.tool_sandbox import PROBES, probe
+from slime.agent.sandbox import SandboxError, python_code
+from slime.agent.sandbox.inside.confine import REFUSED
+from slime.agent.sandbox.python_code import Limits, Result, run_python
 from tests.waiting import command_line
 
 NUM_GPUS = 0
@@ -139,8 +140,8 @@ def test_a_killed_process_that_does_not_end_is_told_of(
         async def read(self, size: int) -> bytes:
             return await asyncio.get_running_loop().create_future()
 
-    monkeypatch.setattr(tool_sandbox, "_GONE_S", 0)
-    asyncio.run(tool_sandbox._gone(Endless()))  # type: ignore[arg-type]
+    monkeypatch.setattr(python_code, "_GONE_S", 0)
+    asyncio.run(python_code._gone(Endless()))  # type: ignore[arg-type]
     assert caplog.messages == ["process 4321 was killed and has not ended within 0 s"]
 
 
@@ -263,7 +264,7 @@ def sessions() -> set[int]:
 
 def sandboxes() -> list[psutil.Process]:
     """Live processes of sandboxes that this process started."""
-    return [p for p in psutil.Process().children(recursive=True) if "sandbox_child.py" in command_line(p)]
+    return [p for p in psutil.Process().children(recursive=True) if "sandbox/inside code " in command_line(p)]
 
 
 def test_what_is_possible_inside(jail: bool) -> None:
@@ -278,9 +279,7 @@ def test_what_is_possible_inside(jail: bool) -> None:
 
 
 def test_a_sandbox_that_cannot_be_made_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    from examples.retool import tool_sandbox
-
-    monkeypatch.setattr(tool_sandbox, "_CHILD", Path("/nonexistent.py"))
+    monkeypatch.setattr(python_code, "INSIDE", Path("/nonexistent.py"))
     with pytest.raises(SandboxError, match="did not start"):
         asyncio.run(run_python("print(1)", Limits(wall_s=60.0)))
 
@@ -288,6 +287,6 @@ def test_a_sandbox_that_cannot_be_made_is_no_result(monkeypatch: pytest.MonkeyPa
 def test_code_whose_owner_has_gone_does_not_run(tmp_path: Path) -> None:
     """Nobody would end it: the kernel was to be asked for that after the owner's end."""
     settings = json.dumps(asdict(Limits(jail=False)) | {"directory": str(tmp_path), "owner": -1})
-    command = [sys.executable, "-I", "-S", str(tool_sandbox._CHILD), settings]
+    command = [sys.executable, "-I", "-S", str(python_code.INSIDE), "code", settings]
     done = subprocess.run(command, input="print('ran')", capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (1, "")
