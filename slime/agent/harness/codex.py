@@ -1,0 +1,82 @@
+"""Codex, non-interactive, against the gateway's OpenAI API."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from slime.agent.harness.common import (
+    BaseHarness,
+    HarnessContext,
+    install_native,
+    install_npm_cli,
+    is_there,
+    required_file,
+    run_agent,
+    write_home,
+)
+from slime.agent.sandbox.protocol import Sandbox, setting
+
+# Only its own provider's address is read from the environment; ours must stand in the file.
+_CONFIG = """\
+model = "{model}"
+model_provider = "slime"
+web_search = "disabled"
+
+[model_providers.slime]
+name = "slime"
+base_url = "{base_url}"
+env_key = "OPENAI_API_KEY"
+wire_api = "{wire_api}"
+requires_openai_auth = false
+supports_websockets = false
+
+[features]
+multi_agent = false
+"""
+
+
+class CodexHarness(BaseHarness):
+    """Installed from SLIME_AGENT_NODE_TARBALL and SLIME_AGENT_CODEX_TARBALL, or SLIME_AGENT_CODEX_NATIVE_TARBALL.
+
+    SLIME_AGENT_CODEX_WIRE_API is ``responses`` (the default, all that newer versions speak) or ``chat``.
+    """
+
+    name = "codex"
+    extra_args_env = "SLIME_AGENT_CODEX_EXTRA_ARGS"
+    extra_envs_env = "SLIME_AGENT_CODEX_EXTRA_ENVS"
+    # The sandbox around it is the protection; its own cannot be made inside of one.
+    exec_flags = "--skip-git-repo-check --dangerously-bypass-approvals-and-sandbox --json"
+
+    async def install_cli(self, sb: Sandbox) -> None:
+        if await is_there(sb, "codex"):
+            return
+        if native := setting("SLIME_AGENT_CODEX_NATIVE_TARBALL"):
+            await install_native(sb, Path(native), "codex", 3, "bin/codex", "codex --version")
+            return
+        await install_npm_cli(
+            sb,
+            node_runtime=required_file("SLIME_AGENT_NODE_TARBALL", "Codex"),
+            npm_package=required_file("SLIME_AGENT_CODEX_TARBALL", "Codex"),
+            check_cmd="codex --version",
+        )
+
+    async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
+        api = setting("SLIME_AGENT_CODEX_WIRE_API", default="responses")
+        if api not in ("responses", "chat"):
+            raise ValueError(f"SLIME_AGENT_CODEX_WIRE_API={api} must be one of responses, chat")
+        config = _CONFIG.format(model=ctx.model_label, base_url=f"{ctx.adapter_url}/v1", wire_api=api)
+        await write_home(sb, ".codex/config.toml", config)
+
+    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
+        env = {"OPENAI_API_KEY": ctx.session_id, "OPENAI_BASE_URL": f"{ctx.adapter_url}/v1"}
+        return await run_agent(
+            sb,
+            workdir=ctx.workdir,
+            start_cmd=self.with_extra_args(f"codex exec {self.exec_flags} {shlex.quote(prompt)}"),
+            env=self.with_extra_envs(env),
+            time_budget_sec=time_budget_sec,
+        )
+
+
+CODEX = CodexHarness()
