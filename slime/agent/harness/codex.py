@@ -31,8 +31,8 @@ wire_api = "{wire_api}"
 requires_openai_auth = false
 supports_websockets = false
 
-[features]
-multi_agent = false
+[agents]
+enabled = false
 """
 
 
