@@ -190,7 +190,7 @@ def test_installing_from_archives(
 
     async def use(sandbox: LocalSandbox) -> None:
         # What the host has of it is not asked for.
-        monkeypatch.setattr(f"slime.agent.harness.{harness.name}.is_there", lambda *_: asyncio.sleep(0, False))
+        monkeypatch.setattr("slime.agent.harness.common.is_there", lambda *_: asyncio.sleep(0, False))
         await harness.install_cli(sandbox)
         path = f"{sandbox.root}/opt/agent/bin"
         assert (await sandbox.exec(f"PATH={path}:$PATH; {program}", user="agent"))[:2] == (0, "version 1\n")
@@ -199,10 +199,10 @@ def test_installing_from_archives(
 
 
 def test_what_cannot_be_installed(inside: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("slime.agent.harness.claude_code.is_there", lambda *_: asyncio.sleep(0, False))
+    monkeypatch.setattr("slime.agent.harness.common.is_there", lambda *_: asyncio.sleep(0, False))
 
     async def use(sandbox: LocalSandbox) -> None:
-        with pytest.raises(SandboxError, match=r"no Claude Code: .* name a package in SLIME_AGENT_NODE_TARBALL"):
+        with pytest.raises(SandboxError, match=r"no claude: .* name an archive in SLIME_AGENT_NODE_TARBALL"):
             await CLAUDE_CODE.install_cli(sandbox)
         monkeypatch.setenv("SLIME_AGENT_NODE_TARBALL", str(tmp_path / "none"))
         with pytest.raises(SandboxError, match="there is no such file"):

@@ -77,6 +77,9 @@ RULES = (
         "slime.rollout",
         (*NOUNS, *BASE, "slime.options", "slime.grading", "slime.observability", "slime.backends.sglang.client"),
     ),
+    # Users' examples take these without the gateway.
+    Rule("slime.agent.sandbox", (*BASE, "slime.processes")),
+    Rule("slime.agent.harness", ("slime.agent.sandbox",)),
     Rule("slime.agent", (*NOUNS, *BASE, "slime.processes", "slime.options", "slime.observability", "slime.rollout")),
     Rule(
         "slime.weights",
@@ -94,7 +97,6 @@ RULES = (
         engines=("ray",),
         lazily=("slime.backends.sglang.patches",),
     ),
-    Rule("slime.agent", (*BASE, "slime.processes")),
     Rule("slime.utils.external_utils", (*BASE, "slime.processes", "slime.options")),
     Rule("slime.ray", PARTS, engines=("ray",)),
     Rule("slime.fleet", (*PARTS, "slime.ray"), engines=("ray",)),

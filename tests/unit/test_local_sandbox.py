@@ -251,6 +251,7 @@ def test_memory_of_all_programs_together(jail: bool, code: str) -> None:
         status, _, err = await sandbox.exec(python(code), timeout=100)
         assert status == 137
         assert "took more than 256 MB of memory" in err
+        assert await sandbox.exec("kill -9 $$") == (137, "", ""), "which is another's doing"
         assert (await sandbox.exec("echo alive"))[1] == "alive\n"
 
     # Of one program it must be allowed: its parts are.
@@ -645,6 +646,20 @@ def test_a_user_without_rights_can_have_one(jailed: None, tmp_path: Path) -> Non
     single, number, made = done.stdout.replace("[", "").replace("]", "").replace("'", "").replace(",", "").split()
     assert (single, number) == ("True", "11"), done.stderr
     assert int(made) <= 40
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="root gives a right up")
+def test_a_root_that_cannot_be_another_outside_has_no_jail(jailed: None) -> None:
+    """Its programs would be the host's root, to whom files of /proc/sys are writable."""
+    code = (
+        "import asyncio\nfrom slime.agent.sandbox import LocalSandbox\n"
+        "async def main():\n  async with LocalSandbox(): pass\nasyncio.run(main())"
+    )
+    command = ["setpriv", "--bounding-set", "-setuid,-setgid", sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=200
+    )
+    assert b"the sandbox did not start: root here may not map ids" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 
-from slime.agent.harness.common import (
-    BaseHarness,
-    HarnessContext,
-    install_native,
-    install_npm_cli,
-    is_there,
-    required_file,
-    run_agent,
-    write_home,
-)
-from slime.agent.sandbox.protocol import Sandbox, setting
+from slime.agent.harness.common import BaseHarness, HarnessContext, install_archives, write_home
+from slime.agent.sandbox.protocol import Sandbox
 
 _SETTINGS = {"hasCompletedOnboarding": True, "bypassPermissionsModeAccepted": True}
 
@@ -36,17 +26,7 @@ class ClaudeCodeHarness(BaseHarness):
     }
 
     async def install_cli(self, sb: Sandbox) -> None:
-        if await is_there(sb, "claude"):
-            return
-        if native := setting("SLIME_AGENT_CC_NATIVE_TARBALL"):
-            await install_native(sb, Path(native), "claude", 1, "claude", "claude --version")
-            return
-        await install_npm_cli(
-            sb,
-            node_runtime=required_file("SLIME_AGENT_NODE_TARBALL", "Claude Code"),
-            npm_package=required_file("SLIME_AGENT_CC_TARBALL", "Claude Code"),
-            check_cmd="claude --version",
-        )
+        await install_archives(sb, "claude", variable="CC", strip=1, path="claude")
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
         for path in (".claude.json", ".claude/settings.json"):
@@ -61,13 +41,8 @@ class ClaudeCodeHarness(BaseHarness):
             "ANTHROPIC_SMALL_FAST_MODEL": ctx.model_label,
             **self.static_env,
         }
-        return await run_agent(
-            sb,
-            workdir=ctx.workdir,
-            start_cmd=self.with_extra_args(f"claude -p {shlex.quote(prompt)} {self.launch_flags}"),
-            env=self.with_extra_envs(env),
-            time_budget_sec=time_budget_sec,
-        )
+        command = f"claude -p {shlex.quote(prompt)} {self.launch_flags}"
+        return await self.run_program(sb, ctx, command, env, time_budget_sec)
 
 
 CLAUDE_CODE = ClaudeCodeHarness()

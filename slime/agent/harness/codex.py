@@ -3,18 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
-from slime.agent.harness.common import (
-    BaseHarness,
-    HarnessContext,
-    install_native,
-    install_npm_cli,
-    is_there,
-    required_file,
-    run_agent,
-    write_home,
-)
+from slime.agent.harness.common import BaseHarness, HarnessContext, install_archives, write_home
 from slime.agent.sandbox.protocol import Sandbox, setting
 
 # Only its own provider's address is read from the environment; ours must stand in the file.
@@ -49,17 +39,7 @@ class CodexHarness(BaseHarness):
     exec_flags = "--skip-git-repo-check --dangerously-bypass-approvals-and-sandbox --json"
 
     async def install_cli(self, sb: Sandbox) -> None:
-        if await is_there(sb, "codex"):
-            return
-        if native := setting("SLIME_AGENT_CODEX_NATIVE_TARBALL"):
-            await install_native(sb, Path(native), "codex", 3, "bin/codex", "codex --version")
-            return
-        await install_npm_cli(
-            sb,
-            node_runtime=required_file("SLIME_AGENT_NODE_TARBALL", "Codex"),
-            npm_package=required_file("SLIME_AGENT_CODEX_TARBALL", "Codex"),
-            check_cmd="codex --version",
-        )
+        await install_archives(sb, "codex", variable="CODEX", strip=3, path="bin/codex")
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
         api = setting("SLIME_AGENT_CODEX_WIRE_API", default="responses")
@@ -70,13 +50,8 @@ class CodexHarness(BaseHarness):
 
     async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
         env = {"OPENAI_API_KEY": ctx.session_id, "OPENAI_BASE_URL": f"{ctx.adapter_url}/v1"}
-        return await run_agent(
-            sb,
-            workdir=ctx.workdir,
-            start_cmd=self.with_extra_args(f"codex exec {self.exec_flags} {shlex.quote(prompt)}"),
-            env=self.with_extra_envs(env),
-            time_budget_sec=time_budget_sec,
-        )
+        command = f"codex exec {self.exec_flags} {shlex.quote(prompt)}"
+        return await self.run_program(sb, ctx, command, env, time_budget_sec)
 
 
 CODEX = CodexHarness()

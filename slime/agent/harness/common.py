@@ -85,9 +85,17 @@ class BaseHarness(ABC):
         await self.write_config(sb, ctx)
         return await self.launch_and_wait(sb, ctx, prompt, time_budget_sec)
 
-    def with_extra_args(self, command: str) -> str:
-        """A command with the arguments that the environment adds."""
-        return f"{command} {setting(self.extra_args_env)}".strip()
+    async def run_program(
+        self, sb: Sandbox, ctx: HarnessContext, command: str, env: Mapping[str, str], time_budget_sec: float
+    ) -> int:
+        """Run the program, with what the environment adds to its arguments and variables, to its end or its time's."""
+        return await run_agent(
+            sb,
+            workdir=ctx.workdir,
+            start_cmd=f"{command} {setting(self.extra_args_env)}".strip(),
+            env=self.with_extra_envs(env),
+            time_budget_sec=time_budget_sec,
+        )
 
     def with_extra_envs(self, env: Mapping[str, str]) -> dict[str, str]:
         """Variables with those that the environment adds or replaces.
@@ -137,15 +145,32 @@ async def is_there(sb: Sandbox, program: str) -> bool:
     return (await sb.exec(found, user="agent", timeout=_CALL_S))[0] == 0
 
 
-def required_file(variable: str, what: str) -> Path:
-    """A file of this host that the environment names.
+async def install_archives(sb: Sandbox, program: str, *, variable: str, strip: int, path: str) -> None:
+    """Install a program, unless it is there, from the archives of this host that the environment names.
+
+    Args:
+        variable: SLIME_AGENT_VARIABLE_NATIVE_TARBALL is an archive with the program itself, which needs nothing else;
+            SLIME_AGENT_VARIABLE_TARBALL is a package of npm, installed with the Node of SLIME_AGENT_NODE_TARBALL.
+        strip: how many directories of the native archive's paths to leave out.
+        path: the program's in what is left.
 
     Raises:
-        SandboxError: it names none, or none that is there.
+        SandboxError: no archive is named, or a step failed.
     """
+    if await is_there(sb, program):
+        return
+    check = f"{program} --version"
+    if native := setting(f"SLIME_AGENT_{variable}_NATIVE_TARBALL"):
+        await install_native(sb, Path(native), program, strip, path, check)
+        return
+    node, package = (_named_file(f"SLIME_AGENT_{name}_TARBALL", program) for name in ("NODE", variable))
+    await install_npm_cli(sb, node_runtime=node, npm_package=package, check_cmd=check)
+
+
+def _named_file(variable: str, what: str) -> Path:
     path = setting(variable)
     if not path:
-        raise SandboxError(f"the sandbox has no {what}: install it in its image, or name a package in {variable}")
+        raise SandboxError(f"the sandbox has no {what}: install it in its image, or name an archive in {variable}")
     if not Path(path).is_file():
         raise SandboxError(f"{variable}={path}: there is no such file")
     return Path(path)

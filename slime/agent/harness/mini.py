@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from slime.agent.harness.common import BaseHarness, HarnessContext, is_there, run_agent
+from slime.agent.harness.common import BaseHarness, HarnessContext, is_there
 from slime.agent.sandbox.protocol import Sandbox, SandboxError, place
 
 _SOURCE = Path(__file__).with_name("mini_agent.py")
@@ -32,13 +32,8 @@ class MiniHarness(BaseHarness):
             "OPENAI_BASE_URL": f"{ctx.adapter_url}/v1",
             "MINI_MODEL": ctx.model_label,
         }
-        return await run_agent(
-            sb,
-            workdir=ctx.workdir,
-            start_cmd=self.with_extra_args(f"python3 {place(sb, _PROGRAM)} {shlex.quote(prompt)}"),
-            env=self.with_extra_envs(env),
-            time_budget_sec=time_budget_sec,
-        )
+        command = f"python3 {place(sb, _PROGRAM)} {shlex.quote(prompt)}"
+        return await self.run_program(sb, ctx, command, env, time_budget_sec)
 
 
 MINI = MiniHarness()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from slime.agent.harness.common import BaseHarness, HarnessContext, is_there, run_agent, write_home
+from slime.agent.harness.common import BaseHarness, HarnessContext, is_there, write_home
 from slime.agent.sandbox.detached import exec_and_wait
 from slime.agent.sandbox.protocol import Sandbox, SandboxError, place, setting
 
@@ -62,13 +62,8 @@ class MiniSweHarness(BaseHarness):
         }
         output = f"{ctx.workdir}/.harness/mini-swe.traj.json"
         command = f"mini -y --exit-immediately -c mini.yaml -c {home}/mini-swe.yaml -o {shlex.quote(output)}"
-        return await run_agent(
-            sb,
-            workdir=ctx.workdir,
-            start_cmd=self.with_extra_args(f"{command} -t {shlex.quote(prompt)} < /dev/null"),
-            env=self.with_extra_envs(env),
-            time_budget_sec=time_budget_sec,
-        )
+        task = f"-t {shlex.quote(prompt)} < /dev/null"
+        return await self.run_program(sb, ctx, f"{command} {task}", env, time_budget_sec)
 
 
 MINI_SWE = MiniSweHarness()

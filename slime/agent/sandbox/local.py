@@ -209,6 +209,8 @@ class LocalSandbox:
         """A program's end, with what it printed; cancelling the call kills it."""
         self._count += 1
         number = self._count
+        if not self._commands:
+            self._exceeded = ""  # of those that ran then
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[int] = loop.create_future()
         self._commands[number] = ended

@@ -92,12 +92,17 @@ class _Init:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
             return
-        pid = os.fork()
-        if pid == 0:
-            self._become(message, descriptors)
-        self._running[pid] = message["run"]
-        for descriptor in descriptors:
-            os.close(descriptor)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                self._become(message, descriptors)
+            self._running[pid] = message["run"]
+        except OSError as error:  # a control group's bound of processes holds for this one, too
+            os.write(descriptors[2], f"the sandbox could not run it: {error}\n".encode())
+            self._tell({"ended": message["run"], "status": _FAILED})
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):

@@ -101,6 +101,8 @@ def _let_in(pid: int, settings: dict[str, Any], link: socket.socket) -> None:
     try:
         confine.map_ids(pid, ids, ids, setgroups=True)
     except PermissionError:
+        if os.geteuid() == 0:  # inside it would still be the host's root, to whom its /proc/sys is writable
+            raise PermissionError("root here may not map ids, which takes CAP_SETUID and CAP_SETGID") from None
         single = True
         confine.map_ids(pid, f"0 {os.geteuid()} 1", f"0 {os.getegid()} 1", setgroups=False)
     link.send(b"s" if single else b"m")
