@@ -568,9 +568,12 @@ def test_what_starts_it_is_killed(jail: bool) -> None:
             await waiting
         with pytest.raises(SandboxError, match="has ended"):
             await sandbox.exec("true")
+        left.append(Path(f"/tmp/slime-sandbox-{sandbox.sandbox_id}"))
 
+    left: list[Path] = []
     inside(use, jail=jail)
     wait_for(lambda: not named("43222"), "the end of what a killed sandbox ran")
+    assert not left[0].exists()
 
 
 def test_a_lifetime(jail: bool) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from slime.agent.sandbox.inside.cgroup import PARENT as CGROUP_PARENT
+from slime.agent.sandbox.inside.start import remove_directory
 from slime.agent.sandbox.pipes import Reader, feed
 from slime.agent.sandbox.protocol import (
     EXIT_TIME_BUDGET_EXCEEDED,
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 INSIDE = Path(__file__).with_name("inside")
 _MARK = "SLIME_SANDBOX_ID"
+_DIRECTORY = "/tmp/slime-sandbox-"
+"""Not where the environment has temporary files: the way there must be open to the users that root makes it of."""
 _PLAIN_IDS = 0x71000000
 """Where root runs plain processes: from here on, ids of the host that no account has, one a sandbox."""
 _START_S = 60.0
@@ -85,6 +88,7 @@ class LocalSandbox:
     ) -> None:
         self.sandbox_id = f"local-{secrets.token_hex(6)}"
         self.root = ""
+        self._directory = f"{_DIRECTORY}{self.sandbox_id}"
         self.single_user = False
         self._limits = limits or SandboxLimits()
         self._reach = _address(reach) if reach else None
@@ -188,7 +192,7 @@ class LocalSandbox:
         return {
             **{"control": control, "owner": os.getpid(), "jail": self._jail, "id": self.sandbox_id, "mark": _MARK},
             **{"reach": self._reach, "read_only": self._read_only, "files": limits.open_files},
-            **{"address_space": space << 20 or None, "python": f"{sys.base_prefix}/bin"},
+            **{"directory": self._directory, "address_space": space << 20 or None, "python": f"{sys.base_prefix}/bin"},
             **{"plain_id": _PLAIN_IDS + secrets.randbelow(1 << 24), **numbers},
         }
 
@@ -338,6 +342,8 @@ class LocalSandbox:
         if not self._jail:  # a jail's processes end with its first one, whatever happens to the others
             mark = f"{_MARK}={self.sandbox_id}"
             await asyncio.to_thread(kernel.kill_all, lambda: _marked(mark), _END_S)
+        if os.path.lexists(self._directory):  # who was to remove it was killed
+            await asyncio.to_thread(remove_directory, self._directory)
 
 
 def _marked(mark: str) -> list[kernel.Process]:

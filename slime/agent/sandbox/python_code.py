@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -16,6 +15,7 @@ from dataclasses import asdict, dataclass
 
 from slime.agent.sandbox.inside.code import READY
 from slime.agent.sandbox.inside.confine import NOBODY
+from slime.agent.sandbox.inside.start import remove_directory
 from slime.agent.sandbox.local import INSIDE
 from slime.agent.sandbox.protocol import SandboxError
 
@@ -93,15 +93,7 @@ async def _directory() -> AsyncIterator[str]:
             os.chown(directory, NOBODY, NOBODY)
         yield directory
     finally:
-        await asyncio.to_thread(_remove, directory)
-
-
-def _remove(directory: str) -> None:
-    try:
-        os.rmdir(directory)
-    except OSError:
-        # A program may have nested directories deeper than Python's own rmtree can follow.
-        subprocess.run(["rm", "-rf", directory], timeout=60, stderr=subprocess.DEVNULL)
+        await asyncio.to_thread(remove_directory, directory)
 
 
 @contextlib.asynccontextmanager

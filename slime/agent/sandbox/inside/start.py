@@ -10,12 +10,10 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from typing import Any
@@ -26,7 +24,6 @@ _FIRST_ID, _NUM_IDS = 0x70000000, 65536
 """Ids of the host that no account has: what the sandbox's own 0 to 65535 are there, where root starts it."""
 _CHECK_S = 0.5
 _END_S = 20.0
-_PREFIX = "slime-sandbox-"
 
 
 def main() -> int:
@@ -37,9 +34,12 @@ def main() -> int:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("800")  # where the host runs out of memory, the run itself comes last
     confine.adopt_orphans()
-    directory = tempfile.mkdtemp(prefix=_PREFIX)
-    os.chmod(directory, 0o755)
-    settings["directory"], settings["cgroup"] = directory, None
+    settings["cgroup"] = None
+    try:
+        os.mkdir(settings["directory"], 0o755)
+    except OSError as error:
+        _tell_failure(control, error)
+        return 1
     try:
         return _run(settings, control)
     except OSError as error:
@@ -49,7 +49,7 @@ def main() -> int:
         _kill_children()
         if settings["cgroup"]:
             _remove_cgroup(settings["cgroup"])
-        _remove(directory)
+        remove_directory(settings["directory"])
 
 
 def _run(settings: dict[str, Any], control: socket.socket) -> int:
@@ -201,9 +201,9 @@ def _remove_cgroup(path: str) -> None:
             time.sleep(0.1)
 
 
-def _remove(directory: str) -> None:
+def remove_directory(directory: str) -> None:
+    """With what programs left in it: they may have nested directories deeper than Python's own rmtree can follow."""
     try:
         os.rmdir(directory)
     except OSError:
-        if shutil.which("rm"):  # programs may have nested directories deeper than Python's own can follow
-            subprocess.run(["rm", "-rf", directory], timeout=60, stderr=subprocess.DEVNULL)
+        subprocess.run(["rm", "-rf", directory], timeout=60, stderr=subprocess.DEVNULL)
