@@ -18,7 +18,7 @@ from aiohttp import web
 
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.agent.harness import CLAUDE_CODE, CODEX, HARNESSES, MINI, MINI_SWE, BaseHarness, ClaudeCodeHarness
-from slime.agent.harness.common import _plain_tar
+from slime.agent.harness.common import HOME, _plain_tar
 from slime.agent.sandbox import EXIT_TIME_BUDGET_EXCEEDED, LocalSandbox, SandboxError, SandboxLimits
 
 NUM_GPUS = 0
@@ -114,7 +114,7 @@ def test_claude_code(each_inside: Callable[..., None], monkeypatch: pytest.Monke
         }
         assert expected.items() <= found["env"].items()
         for path in (".claude.json", ".claude/settings.json"):
-            settings = json.loads(await sandbox.read_file(f"{sandbox.root}/home/agent/{path}", user="agent"))
+            settings = json.loads(await sandbox.read_file(f"{sandbox.root}{HOME}/{path}", user="agent"))
             assert settings == {"hasCompletedOnboarding": True, "bypassPermissionsModeAccepted": True}
 
     each_inside(use)
@@ -131,7 +131,7 @@ def test_codex(inside: Callable[..., None], monkeypatch: pytest.MonkeyPatch, api
         assert (code, found["argv"]) == (0, ["exec", *flags, PROMPT, "-c", 'model_reasoning_effort="low"'])
         expected = {"OPENAI_API_KEY": "session-1", "OPENAI_BASE_URL": "http://gateway:18001/v1"}
         assert expected.items() <= found["env"].items()
-        config = tomllib.loads(await sandbox.read_file(f"{sandbox.root}/home/agent/.codex/config.toml", user="agent"))
+        config = tomllib.loads(await sandbox.read_file(f"{sandbox.root}{HOME}/.codex/config.toml", user="agent"))
         assert (config["model"], config["model_provider"]) == ("slime-actor", "slime")
         provider = config["model_providers"]["slime"]
         assert (provider["base_url"], provider["env_key"]) == ("http://gateway:18001/v1", "OPENAI_API_KEY")
