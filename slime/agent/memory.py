@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.agent.messages import Chain, chain_of
+from slime.agent.messages import Chain, Chainer
 from slime.agent.rendering import TurnRenderer
 from slime.agent.trajectory import MessageNode, Trajectory, TurnRecord
 from slime.data.rows.messages import Messages
@@ -54,11 +54,12 @@ class TokenMemory:
     renderer: TurnRenderer
     trajectory: Trajectory = field(default_factory=Trajectory)
     counters: Counters = field(default_factory=Counters)
+    _chainer: Chainer = field(default_factory=Chainer)
 
     def prompt(self, messages: Messages, tools: Any = None) -> Prompt:
         """The tokens of a conversation: of what is known of it those that the engine has had, and only what was said
         since is rendered. RowError where the chat template refuses it."""
-        began, chain = time.perf_counter(), chain_of(messages, tools)
+        began, chain = time.perf_counter(), self._chainer.chain(messages, tools)
         ids, parent, new = self._known(messages, tools, chain) or self._whole(messages, tools)
         self.counters.render_seconds += time.perf_counter() - began
         self.counters.rendered_tokens += new
@@ -85,5 +86,5 @@ class TokenMemory:
         if prompt.parent is None and (found := self.trajectory.find(prompt.chain)) is not None:
             self.counters.forks += 1
             self.counters.rendered_again += sum(len(node.output) for node in found[0].path)
-        key = prompt.chain.with_reply(dict(reply))
+        key = prompt.chain.with_reply(reply)
         return self.trajectory.add(turn, prompt.parent, key=key, reply=reply, metadata=metadata)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import orjson
 
 from slime.data.rows.messages import Messages
 
@@ -33,49 +35,76 @@ class Chain:
     answered: tuple[tuple[int, Key], ...]
     open: Key
 
-    def with_reply(self, reply: dict[str, Any]) -> Key:
+    def with_reply(self, reply: Mapping[str, Any]) -> Key:
         """The key once the assistant has answered."""
         return _next(self.open, _said(reply))
 
 
-def chain_of(messages: Messages, tools: Any = None) -> Chain:
-    """The keys of a conversation with these tools, in OpenAI's form."""
-    key, answered = _next(b"", _canonical(tools or [])), []
-    for end, step in _steps(messages):
-        key = _next(key, step)
-        if messages[end - 1]["role"] == _ASSISTANT:
-            answered.append((end, key))
-    return Chain(tuple(reversed(answered)), key)
+class Chainer:
+    """Makes chains, and remembers what each message says: clients send the same ones with every turn."""
 
+    def __init__(self) -> None:
+        self._said: dict[bytes, tuple[str, str]] = {}
 
-def _steps(messages: Messages) -> Iterator[tuple[int, str]]:
-    """The assistant's messages, and what was said between them, each with the number of messages up to its end."""
-    others: Messages = []
-    for end, message in enumerate(messages, 1):
-        if message["role"] != _ASSISTANT:
-            others.append(message)
-            continue
+    def chain(self, messages: Messages, tools: Any = None) -> Chain:
+        """The keys of a conversation with these tools, in OpenAI's form."""
+        key, answered = _next(b"", _canonical(tools or [])), []
+        for end, step in self._steps(messages):
+            key = _next(key, step)
+            if messages[end - 1]["role"] == _ASSISTANT:
+                answered.append((end, key))
+        return Chain(tuple(reversed(answered)), key)
+
+    def _steps(self, messages: Messages) -> Iterator[tuple[int, str]]:
+        """The assistant's messages, and what was said between them, each with the number of messages up to its end."""
+        others: list[tuple[str, str]] = []
+        for end, message in enumerate(messages, 1):
+            role, said = self._part(message)
+            if role != _ASSISTANT:
+                others.append((role, said))
+                continue
+            if others:
+                yield end - 1, _between(others)
+                others = []
+            yield end, said
         if others:
-            yield end - 1, _between(others)
-            others = []
-        yield end, _said(message)
-    if others:
-        yield len(messages), _between(others)
+            yield len(messages), _between(others)
+
+    def _part(self, message: dict[str, Any]) -> tuple[str, str]:
+        """A message's role, and what it says."""
+        try:
+            raw = orjson.dumps(message)
+        except (TypeError, ValueError):  # a number beyond 64 bits
+            return _said_by(message)
+        if raw not in self._said:
+            self._said[raw] = _said_by(message)
+        return self._said[raw]
 
 
-def _said(message: dict[str, Any]) -> str:
+def chain_of(messages: Messages, tools: Any = None) -> Chain:
+    """The keys of one conversation."""
+    return Chainer().chain(messages, tools)
+
+
+def _said_by(message: dict[str, Any]) -> tuple[str, str]:
+    role = str(message["role"])
+    return role, _said(message) if role == _ASSISTANT else _squeezed(_words(message.get("content")))
+
+
+def _said(message: Mapping[str, Any]) -> str:
     """What a turn says and does, without its thoughts and the ids of its calls."""
     words = _words(message.get("content")).rpartition(_THOUGHT_END)[2]
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
     return _canonical([_squeezed(words), [[call.get("name"), _value(call.get("arguments"))] for call in calls]])
 
 
-def _between(messages: Sequence[dict[str, Any]]) -> str:
-    """What was said to the model: tool results in any order, everything else as one text a role."""
-    results = sorted(_squeezed(_words(message.get("content"))) for message in messages if message["role"] == _TOOL)
-    roles = dict.fromkeys(message["role"] for message in messages if message["role"] != _TOOL)
-    words = {role: "".join(_words(each.get("content")) for each in messages if each["role"] == role) for role in roles}
-    return _canonical([results, {role: _squeezed(text) for role, text in words.items()}])
+def _between(parts: Sequence[tuple[str, str]]) -> str:
+    """What was said to the model, by role: tool results in any order, everything else as one text a role."""
+    words: dict[str, str] = {}
+    for role, said in parts:
+        if role != _TOOL:
+            words[role] = words.get(role, "") + said
+    return _canonical([sorted(said for role, said in parts if role == _TOOL), words])
 
 
 def _words(content: Any) -> str:

@@ -57,6 +57,7 @@ class TurnRenderer:
         """``kwargs`` is a JSON object of further arguments of the template."""
         self._tokenizer, self._kwargs = tokenizer, kwargs
         self._proven: dict[tuple[str, bool], str] = {}
+        self._closings: dict[str, str] = {}
         self._warned: set[str] = set()
 
     def first(self, messages: Messages, tools: Any = None) -> list[int]:
@@ -98,6 +99,10 @@ class TurnRenderer:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, spaces_between_special_tokens=False)
         return text
 
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text, with special tokens where it has their names."""
+        return self._encode(text, str)
+
     def is_special(self, token: int) -> bool:
         """Whether a token is none of text."""
         return token in self._special_ids
@@ -119,20 +124,23 @@ class TurnRenderer:
     ) -> str:
         """What the template writes behind what a turn says, with what ends the turn; RowError where it cannot be told
         apart."""
-        turn: dict[str, Any] = {"role": "assistant", "content": _MARK}
-        said = template.marked(
-            template.prepared([*before, turn, *appended], warns=warns), tools, generation_prompt=True
-        )
-        closing = _piece(said, len(before)).rpartition(_MARK)[2]
-        if calls:
-            turn = {"role": "assistant", "content": "", "tool_calls": calls}
-            said = template.marked(
-                template.prepared([*before, turn, *appended], warns=warns), tools, generation_prompt=True
-            )
-            if not _piece(said, len(before)).endswith(closing):
-                raise RowError("a turn that calls tools does not end as others do")
-        _, end = said.pieces[len(before)]
+        turn: dict[str, Any] = {"role": "assistant", "content": "" if calls else _MARK}
+        turn |= {"tool_calls": calls} if calls else {}
+        messages = template.prepared([*before, turn, *appended], warns=warns)
+        said = template.marked(messages, tools, generation_prompt=True)
+        piece, (_, end) = _piece(said, len(before)), said.pieces[len(before)]
+        closing = self._closing(template) if calls else piece.rpartition(_MARK)[2]
+        if not piece.endswith(closing):
+            raise RowError("a turn that calls tools does not end as others do")
         return closing + said.text[end:]
+
+    def _closing(self, template: ChatTemplate) -> str:
+        """What a template writes at the end of a turn of words."""
+        if template.source not in self._closings:
+            turn = {"role": "assistant", "content": _MARK}
+            said = template.marked(template.prepared([_USER, turn, _USER], warns=False))
+            self._closings[template.source] = _piece(said, 1).rpartition(_MARK)[2]
+        return self._closings[template.source]
 
     def _why_not(self, template: ChatTemplate, after_calls: bool) -> str:
         key = template.source, after_calls

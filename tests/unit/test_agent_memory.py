@@ -256,8 +256,8 @@ class Client:
         return again
 
 
-@pytest.mark.parametrize("name", ["CHATML", "QWEN_2_5", "QWEN_3", "QWEN_3_5", "GLM_4_5", "LLAMA_3_1", "DEEPSEEK_V3_1"])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("name", ["CHATML", "QWEN_3", "GLM_4_5", "LLAMA_3_1", "DEEPSEEK_V3_1"])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), moves=st.lists(st.sampled_from("gggbsc"), min_size=1, max_size=12))
 def test_every_sampled_token_is_trained_once_behind_what_the_engine_had(
     name: str, tokenizers: Callable[[str], Any], seed: int, moves: list[str]

@@ -1,0 +1,126 @@
+"""What a turn of an agent's session costs beside generation: many sessions of many turns, over HTTP, with no engine.
+
+    python3 -m tools.benchmarks.agent_sessions MODEL_DIR --sessions 64 --turns 200
+
+Each session calls a tool with every turn and is told its result. Printed are milliseconds of processor time that the
+token memory takes for a prompt, by the length of the conversation, and in the same run what rendering and tokenising
+all of it takes, as a server without a memory does with every turn; and turns a second with HTTP, reading and replies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import aiohttp
+
+from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.agent.gateway import Gateway
+from slime.agent.rendering import TurnRenderer
+from slime.agent.session import Generated, Session
+from slime.data.rows.tokenizer import load_tokenizer
+
+_CALL = '<tool_call>\n{{"name": "bash", "arguments": {{"command": "cat file_{0}.txt"}}}}\n</tool_call>'
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "bash",
+            "description": "Run a command.",
+            "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
+        },
+    }
+]
+_WORDS = ("the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "as", "with")
+_EVERY = 25
+
+
+class _Engine:
+    """Calls the tool with every turn."""
+
+    def __init__(self, renderer: TurnRenderer, end: list[int]) -> None:
+        self._renderer, self._end, self._turn = renderer, end, 0
+
+    async def generate(
+        self, prompt: list[int], params: dict[str, Any], on_tokens: Callable[[Sequence[int]], None] | None
+    ) -> Generated:
+        self._turn += 1
+        ids = [*self._renderer.encode(_CALL.format(self._turn)), *self._end]
+        return Generated(ids, [-1.0] * len(ids), "stop", [("1", len(ids))])
+
+    async def read_calls(self, parser: str, text: str, tools: Sequence[Mapping[str, Any]]) -> list[Any]:
+        raise ValueError("the calls are in tags")
+
+
+async def run(args: argparse.Namespace) -> None:
+    """All sessions at the same time."""
+    tokenizer = load_tokenizer(args.model)
+    renderer = TurnRenderer(tokenizer)
+    if why := renderer.why_not(tools=True):
+        raise SystemExit(f"agent_sessions: error: {args.model}: {why}")
+    end = [tokenizer.eos_token_id]
+    gateway = Gateway()
+    handle = run_app_in_thread(gateway.app(), "127.0.0.1", 0)
+    sessions = [Session(_Engine(renderer, end), renderer) for _ in range(args.sessions)]
+    spent: dict[int, list[float]] = defaultdict(list)
+    whole: dict[int, list[float]] = defaultdict(list)
+    began = time.monotonic()
+
+    async def talk(session: Session, number: int) -> None:
+        rng = random.Random(number)
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "Read all files."}]
+        url = f"{handle.url}/sessions/{gateway.open_session(session)}/v1/chat/completions"
+        async with aiohttp.ClientSession() as client:
+            for turn in range(args.turns):
+                before = session.memory.counters.render_seconds
+                async with client.post(url, json={"messages": messages, "tools": _TOOLS}) as reply:
+                    message = (await reply.json())["choices"][0]["message"]
+                spent[turn].append(session.memory.counters.render_seconds - before)
+                if turn % _EVERY == _EVERY - 1 and number < args.compared:
+                    started = time.perf_counter()
+                    renderer.first(messages, _TOOLS)
+                    whole[turn].append(time.perf_counter() - started)
+                told = " ".join(rng.choices(_WORDS, k=args.words))
+                message = {name: value for name, value in message.items() if value is not None}
+                result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": told}
+                messages += [{"content": "", **message}, result]
+
+    await asyncio.gather(*(talk(session, number) for number, session in enumerate(sessions)))
+    seconds = time.monotonic() - began
+    handle.stop()
+    print(
+        f"{args.sessions} sessions of {args.turns} turns, {args.words} words a tool result: {seconds:.0f} s, ", end=""
+    )
+    forks = sum(session.memory.counters.forks for session in sessions)
+    print(f"{args.sessions * args.turns / seconds:.0f} turns/s, {forks} forks")
+    print("| turn | tokens | prompt by memory, ms | rendered whole, ms | times |\n|---|---|---|---|---|")
+    nodes = sessions[0].memory.trajectory.nodes
+    for turn, times in sorted(whole.items()):
+        near = [value for other in range(max(0, turn - 4), turn + 1) for value in spent[other]]
+        memory, all_of_it = 1000 * median(near), 1000 * median(times)
+        print(f"| {turn + 1} | {nodes[turn].length} | {memory:.2f} | {all_of_it:.2f} | {all_of_it / memory:.1f} |")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a Hugging Face directory with a tokenizer and a chat template that knows tools")
+    parser.add_argument("--sessions", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument("--words", type=int, default=100, help="of a tool's result")
+    parser.add_argument("--compared", type=int, default=4, help="sessions of which whole prompts are rendered too")
+    asyncio.run(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
