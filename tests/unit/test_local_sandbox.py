@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -37,6 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = SandboxLimits(memory_mb=256, processes=48, disk_mb=16, open_files=64, output_mb=1)
 
 Use = Callable[[LocalSandbox], Awaitable[None]]
+_NUMBERS = itertools.count()
 
 
 def inside(use: Use, limits: SandboxLimits = SMALL, **changes: object) -> None:
@@ -126,27 +129,27 @@ def test_a_command_in_the_background_does_not_hold_the_call(jail: bool) -> None:
     inside(use, jail=jail)
 
 
-def test_a_command_that_takes_too_long_is_ended_with_its_children(jail: bool) -> None:
+def test_a_command_that_takes_too_long_is_ended_with_its_children(seconds: str, jail: bool) -> None:
     async def use(sandbox: LocalSandbox) -> None:
-        code, out, err = await sandbox.exec("echo so far; sleep 43218 & sleep 43218", timeout=2)
+        code, out, err = await sandbox.exec(f"echo so far; sleep {seconds} & sleep {seconds}", timeout=2)
         assert (code, out) == (EXIT_TIME_BUDGET_EXCEEDED, "so far\n")
         assert "ran longer than 2 s" in err
         with pytest.raises(SandboxError, match="took too long"):
-            await sandbox.exec("sleep 43218", timeout=0.2, check=True)
-        assert not named("43218")
+            await sandbox.exec(f"sleep {seconds}", timeout=0.2, check=True)
+        assert not named(seconds)
 
     inside(use, jail=jail)
 
 
-def test_a_cancelled_command_is_ended(jail: bool) -> None:
+def test_a_cancelled_command_is_ended(seconds: str, jail: bool) -> None:
     async def use(sandbox: LocalSandbox) -> None:
-        task = asyncio.create_task(sandbox.exec("sleep 43219"))
-        while not named("43219"):
+        task = asyncio.create_task(sandbox.exec(f"sleep {seconds}"))
+        while not named(seconds):
             await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert not named("43219")
+        assert not named(seconds)
         assert (await sandbox.exec("echo alive"))[1] == "alive\n"
 
     inside(use, jail=jail)
@@ -504,6 +507,12 @@ def test_an_address_to_reach_is_checked(reach: str) -> None:
 # Its end
 
 
+@pytest.fixture
+def seconds() -> str:
+    """What a command of this test sleeps, and no other on this host, by which it is found."""
+    return f"{os.getpid()}{next(_NUMBERS):04d}"
+
+
 def named(word: str) -> list[psutil.Process]:
     """Live processes with that word in their command line."""
     return [
@@ -516,15 +525,16 @@ def named(word: str) -> list[psutil.Process]:
 LEAVES = "setsid nohup sleep {0} > /dev/null 2>&1 & (setsid sleep {0} &) ; sleep 0.5"
 
 
-def test_nothing_is_left(jail: bool) -> None:
+def test_nothing_is_left(seconds: str, jail: bool) -> None:
     async def use(sandbox: LocalSandbox) -> None:
-        await sandbox.exec(LEAVES.format("43220"))
-        assert len(named("43220")) == 2
+        ids.append(sandbox.sandbox_id)
+        await sandbox.exec(LEAVES.format(seconds))
+        assert len(named(seconds)) == 2
 
-    before = set(Path("/tmp").glob("slime-sandbox-*"))
+    ids: list[str] = []
     inside(use, jail=jail)
-    assert not named("43220")
-    assert set(Path("/tmp").glob("slime-sandbox-*")) <= before
+    assert not named(seconds)
+    assert not [path for path in Path("/tmp").glob("slime-sandbox-*") if ids[0] in path.name]
 
 
 OWNER = """
@@ -540,16 +550,16 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("forked", [False, True])
-def test_nothing_is_left_when_its_owner_is_killed(jail: bool, forked: bool) -> None:
+def test_nothing_is_left_when_its_owner_is_killed(seconds: str, jail: bool, forked: bool) -> None:
     """Also where a child of the owner's holds all that the owner had open."""
     fork = "        if os.fork() == 0: time.sleep(5); os._exit(0)\n"
     code = OWNER.replace("        print(", f"{fork}        print(") if forked else OWNER
-    env = os.environ | {"COMMAND": LEAVES.format("43221"), "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"COMMAND": LEAVES.format(seconds), "PYTHONPATH": str(ROOT)}
     owner = subprocess.Popen([sys.executable, "-c", code, str(jail)], stdout=subprocess.PIPE, text=True, env=env)
     try:
         assert owner.stdout is not None
         starter = psutil.Process(int(owner.stdout.readline()))
-        left = named("43221")
+        left = named(seconds)
         assert len(left) == 2
     finally:
         owner.kill()
@@ -557,10 +567,10 @@ def test_nothing_is_left_when_its_owner_is_killed(jail: bool, forked: bool) -> N
     wait_for_ends([starter, *left], "the sandbox of a killed owner")
 
 
-def test_what_starts_it_is_killed(jail: bool) -> None:
+def test_what_starts_it_is_killed(seconds: str, jail: bool) -> None:
     async def use(sandbox: LocalSandbox) -> None:
-        await sandbox.exec(LEAVES.format("43222"))
-        waiting = asyncio.create_task(sandbox.exec("sleep 43222"))
+        await sandbox.exec(LEAVES.format(seconds))
+        waiting = asyncio.create_task(sandbox.exec(f"sleep {seconds}"))
         await asyncio.sleep(0.5)
         assert sandbox._process is not None
         sandbox._process.kill()
@@ -572,15 +582,15 @@ def test_what_starts_it_is_killed(jail: bool) -> None:
 
     left: list[Path] = []
     inside(use, jail=jail)
-    wait_for(lambda: not named("43222"), "the end of what a killed sandbox ran")
+    wait_for(lambda: not named(seconds), "the end of what a killed sandbox ran")
     assert not left[0].exists()
 
 
-def test_a_lifetime(jail: bool) -> None:
+def test_a_lifetime(seconds: str, jail: bool) -> None:
     async def use(sandbox: LocalSandbox) -> None:
         with pytest.raises(SandboxError, match="ended after its 1 s"):
-            await sandbox.exec("sleep 43223")
-        await asyncio.to_thread(wait_for, lambda: not named("43223"), "the end of what it ran")
+            await sandbox.exec(f"sleep {seconds}")
+        await asyncio.to_thread(wait_for, lambda: not named(seconds), "the end of what it ran")
 
     inside(use, replace(SMALL, lifetime_s=1.0), jail=jail)
 
@@ -638,8 +648,9 @@ def test_a_user_without_rights_can_have_one(jailed: None, tmp_path: Path) -> Non
     )
     copied = tmp_path / "slime"
     subprocess.run(["cp", "-r", str(ROOT / "slime"), str(copied)], check=True, timeout=60)
-    for each in (tmp_path, *tmp_path.parents[:2]):
-        each.chmod(0o755)
+    for each in (tmp_path, *tmp_path.parents):
+        if each.is_relative_to(tempfile.gettempdir()) and each != Path(tempfile.gettempdir()):
+            each.chmod(0o755)
     done = subprocess.run(
         [str(system), "-c", code], cwd="/", user=12345, group=12345, extra_groups=[], timeout=200, text=True,
         capture_output=True, env={"PYTHONPATH": str(tmp_path), "PATH": os.environ["PATH"]},
@@ -691,7 +702,7 @@ def test_a_control_group(tmp_path: Path, passed_on: str, own: str, made: bool, m
         cgroup.make("local-1", 100, 20, str(tmp_path), own)
 
 
-def test_exec_and_wait_in_one(jail: bool) -> None:
+def test_exec_and_wait_in_one(seconds: str, jail: bool) -> None:
     """The whole of it, with real processes; the cases are in test_sandbox_protocol.py."""
 
     async def use(sandbox: LocalSandbox) -> None:
@@ -700,9 +711,9 @@ def test_exec_and_wait_in_one(jail: bool) -> None:
         run = lambda cmd, budget=60: exec_and_wait(sandbox, cmd=cmd, time_budget_sec=budget, **arguments)  # noqa: E731
         assert await run("pwd; exit 7") == (7, f"{there}\n")
         assert await run("echo again >&2") == (0, "again\n")
-        stubborn = "trap '' TERM; echo on; sleep 43224 & while true; do sleep 43224; done"
+        stubborn = f"trap '' TERM; echo on; sleep {seconds} & while true; do sleep {seconds}; done"
         assert await run(stubborn, 1) == (EXIT_TIME_BUDGET_EXCEEDED, "on\n")
-        assert not named("43224")
+        assert not named(seconds)
         assert await exec_and_wait(sandbox, cmd="true", time_budget_sec=9, tag="x", workdir="/nowhere") == (125, "")
 
     inside(use, jail=jail)
