@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slime.agent.harness.mini_agent import DONE, FULL
 from slime.data import Sample, Status
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -50,10 +51,31 @@ async def run(base_url, prompt, request_kwargs, metadata, session, sample):
 """
 
 
+_HARNESS = """
+from slime.agent.harness import MINI
+from slime.agent.rollout import open_session
+from slime.agent.sandbox import make_sandbox
+
+async def generate(args, sample, sampling_params):
+    async with open_session(args, sample, sampling_params) as session:
+        async with make_sandbox(reach=session.url) as sandbox:
+            await MINI.install_cli(sandbox)
+            workdir = f"{sandbox.root}/workspace"
+            status = await MINI.run(sandbox, workdir=workdir, session_id=session.key, adapter_url=session.url,
+                                    time_budget_sec=60, prompt=sample.prompt)
+            told = await sandbox.read_file(f"{workdir}/.harness/trajectory.jsonl", user="agent")
+    samples = session.samples(sample, reward=1.0)
+    for each in samples:
+        each.metadata |= {"status": status, "told": told}
+    return samples
+"""
+
+
 @pytest.fixture
 def served(service: Service, tiny_model_dir: Path, tmp_path: Path) -> Iterator[Namespace]:
     """Options of small rollouts over the session's engine, with agents."""
     (tmp_path / "agent.py").write_text(_AGENT)
+    (tmp_path / "harness.py").write_text(_HARNESS)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"input": f"{i}?", "label": f"l{i}"}) + "\n" for i in range(9)))
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
@@ -119,3 +141,25 @@ def test_what_an_agent_hears_is_trained_once_with_the_models_log_probs(served: N
         heard = first.metadata["heard"]
         assert [text.lstrip("\n") for text in texts] == heard, "each turn once, in the order of the paths"
         assert second.tokens[: len(first.tokens) - first.response_length] == first.tokens[: -first.response_length]
+
+
+def test_an_agent_in_a_sandbox_reaches_the_model_by_its_session(
+    served: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks by a program of its own, and stops as the model calls no tool: what it said is one trained turn."""
+    monkeypatch.setenv("SLIME_AGENT_MINI_EXTRA_ARGS", "--system ''")  # the tiny model's context is short
+    served.custom_generate_function_path = f"{tmp_path / 'harness.py'}:generate"
+    served.n_samples_per_prompt = 1
+    output = generate_rollout(served, 0, RolloutDataSourceWithBuffer(served))
+    assert isinstance(output, RolloutFnTrainOutput)
+    tokenizer = AutoTokenizer.from_pretrained(served.hf_checkpoint)
+    samples = flatten_samples(output.samples)
+    assert len(samples) == 2
+    for sample in samples:
+        cut = sample.status is Status.TRUNCATED
+        assert sample.metadata["status"] == (FULL if cut else DONE), sample.metadata["told"]
+        said = json.loads(sample.metadata["told"].splitlines()[-1])
+        ids = [token for token in sample.tokens[-sample.response_length :] if token not in tokenizer.all_special_ids]
+        assert said["content"] == tokenizer.decode(ids).lstrip("\n")
+        assert sample.loss_mask == [1] * sample.response_length
+        assert sample.weight_versions
