@@ -64,7 +64,8 @@ class Gateway:
                 app.router.add_post(before + api.path, self._turn_of(api))
             app.router.add_post(f"{before}{_ANTHROPIC.path}/count_tokens", self._count_tokens)
             app.router.add_get(f"{before}/v1/models", self._models)
-        app.router.add_get("/healthz", _health)
+        for path in ("/healthz", "/"):  # Claude Code asks for the second before its first turn
+            app.router.add_get(path, _health)
         return app
 
     # ---- who asks

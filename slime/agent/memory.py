@@ -83,8 +83,11 @@ class TokenMemory:
     ) -> MessageNode:
         """Add the turn that answered a prompt by the message ``reply``."""
         self.counters.turns += 1
-        if prompt.parent is None and (found := self.trajectory.find(prompt.chain)) is not None:
+        found = self.trajectory.find(prompt.chain)
+        if found is not None and prompt.parent is None:
             self.counters.forks += 1
             self.counters.rendered_again += sum(len(node.output) for node in found[0].path)
+        elif found is not None and found[0] is prompt.parent and found[1] < prompt.chain.answered[0][0]:
+            self.counters.forks += 1  # what the model said since was not known again
         key = prompt.chain.with_reply(reply)
         return self.trajectory.add(turn, prompt.parent, key=key, reply=reply, metadata=metadata)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from slime.data.rows.messages import Messages
 
 _ASSISTANT, _TOOL = "assistant", "tool"
 _THOUGHT_END = "</think>"
+_INTO_DIRECTORY = re.compile(r"^\s*cd\s+\S+\s*&&")
+_ESCAPES = re.compile(r"\\+")
 Key = bytes
 """Of a conversation, up to and with a message."""
 
@@ -124,13 +127,25 @@ def _squeezed(text: str) -> str:
 
 
 def _value(arguments: Any) -> Any:
-    """A call's arguments, which clients send as an object or as text of one."""
-    if not isinstance(arguments, str):
-        return arguments or {}
-    try:
-        return json.loads(arguments) if arguments.strip() else {}
-    except ValueError:
-        return _squeezed(arguments)
+    """What a call's arguments come to, which clients send as an object or as text of one."""
+    value = arguments or {}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else {}
+        except ValueError:
+            return _squeezed(arguments)
+    if not isinstance(value, dict):
+        return value
+    said = {name: _argument(each) for name, each in value.items()}
+    return {name: text for name, text in said.items() if text != "false"}  # which an option is that was not given
+
+
+def _argument(value: Any) -> str:
+    """One argument, less what Claude Code makes of it for its next request: it writes text of numbers as numbers and
+    defaults where there was nothing, takes white space off the ends of lines, the ``cd`` to where it is already off
+    commands, and makes two backslashes one. To take that for another answer would begin a path with each such call."""
+    text = value if isinstance(value, str) else _canonical(value)
+    return _squeezed(_ESCAPES.sub(r"\\", _INTO_DIRECTORY.sub("", text)))
 
 
 def _canonical(value: Any) -> str:

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 from transformers import AutoTokenizer
 
+from slime.agent.adapters.api import warn_left_out
 from slime.agent.gateway import Gateway
 from slime.agent.rendering import TurnRenderer
 from slime.agent.session import Budget, Generated, Session, SessionError
@@ -296,6 +297,67 @@ def test_what_no_turn_can_be_made_of_is_refused_in_words(
     asyncio.run(served(made, use))
     assert engine.asked == []
     assert made.memory.counters.turns == 0
+
+
+def asked_text(renderer: TurnRenderer, path: str, body: dict[str, Any]) -> str:
+    """The prompt that a body becomes."""
+    made, engine = session(renderer, f"Good.{END}")
+
+    async def use(url: str, key: str) -> None:
+        async with aiohttp.ClientSession() as client:
+            headers = {"Authorization": f"Bearer {key}"}
+            async with client.post(f"{url}/v1/{path}", json=body, headers=headers) as reply:
+                assert reply.status == 200, await reply.text()
+
+    asyncio.run(served(made, use))
+    return renderer.decode(engine.asked[0][0])
+
+
+def test_codexs_tools_that_are_no_functions_are_left_out(
+    renderer: TurnRenderer, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_left_out.cache_clear()
+    others = [{"type": "web_search"}, {"type": "namespace", "name": "multi_agent_v1", "tools": []}]
+    tools = [{"type": "function", **FUNCTION}, *others]
+    for _ in range(2):
+        text = asked_text(renderer, "responses", {"input": "?", "tools": tools, "store": False, "include": ["x"]})
+        assert '"ls"' in text
+        assert "web_search" not in text
+        assert "multi_agent_v1" not in text
+    assert [kind for kind in ("web_search", "namespace") if caplog.text.count(f"tool of type '{kind}'") == 1] == [
+        "web_search",
+        "namespace",
+    ]
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "c2VjcmV0"}}
+
+
+@pytest.mark.parametrize("api", ["messages", "responses"])
+def test_an_image_that_a_tool_has_read_is_left_out_and_the_agent_goes_on(renderer: TurnRenderer, api: str) -> None:
+    if api == "messages":
+        use = {"type": "tool_use", "id": "call_1", "name": "ls", "input": {"path": "/a.png"}}
+        parts = [{"type": "text", "text": "a.png"}, IMAGE]
+        result = {"type": "tool_result", "tool_use_id": "call_1", "content": parts}
+        given = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result, IMAGE]}]
+        body: dict[str, Any] = {"messages": [*ASK, *given], "max_tokens": 9}
+    else:
+        call = {"type": "function_call", "call_id": "call_1", "name": "ls", "arguments": "{}"}
+        image = {"type": "input_image", "image_url": "data:image/png;base64,c2VjcmV0"}
+        output = {"type": "function_call_output", "call_id": "call_1"}
+        body = {"input": [*ASK, call, output | {"output": [{"type": "input_text", "text": "a.png"}, image]}]}
+    text = asked_text(renderer, api, body)
+    assert "a.png" in text
+    assert text.count("image left out: only text can be read]") == (2 if api == "messages" else 1)
+    assert "c2VjcmV0" not in text
+
+
+def test_claude_code_finds_somebody_at_the_address(renderer: TurnRenderer) -> None:
+    async def use(url: str, key: str) -> None:
+        async with aiohttp.ClientSession() as client, client.head(url) as reply:
+            assert reply.status == 200
+
+    asyncio.run(served(session(renderer)[0], use))
 
 
 @pytest.mark.parametrize(

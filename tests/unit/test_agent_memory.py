@@ -93,6 +93,26 @@ def test_another_turn_is_another(other: dict[str, Any]) -> None:
     assert chain_of([QUESTION]).with_reply(TURN) != chain_of([QUESTION, TURN | other]).answered[0][1]
 
 
+@pytest.mark.parametrize(
+    ("said", "sent"),
+    [
+        ({"command": "cd /workspace && ls"}, {"command": "ls"}),
+        ({"command": "find . -exec ls {} \\\\;"}, {"command": "find . -exec ls {} \\;"}),
+        ({"command": "ls", "timeout": "5000"}, {"command": "ls", "timeout": 5000}),
+        ({"content": "def f():  \n    return 1\t\n"}, {"content": "def f():\n    return 1\n"}),
+        ({"old_string": "a"}, {"replace_all": False, "old_string": "a"}),
+        ({"replace_all": "false", "old_string": "a"}, {"replace_all": False, "old_string": "a"}),
+    ],
+)
+def test_a_call_is_known_that_claude_code_sends_otherwise_than_it_was_made(
+    said: dict[str, Any], sent: dict[str, Any]
+) -> None:
+    first, again = (TURN | {"tool_calls": [call("Do", arguments)]} for arguments in (said, sent))
+    assert chain_of([QUESTION]).with_reply(first) == chain_of([QUESTION, again]).answered[0][1]
+    edited = TURN | {"tool_calls": [call("Do", sent | {"command": "rm"})]}
+    assert chain_of([QUESTION]).with_reply(first) != chain_of([QUESTION, edited]).answered[0][1]
+
+
 def test_what_is_said_between_turns_is_known_however_it_is_cut() -> None:
     words = {"role": "user", "content": "Go on, please."}
     cut = [{"role": "user", "content": "Go on,"}, {"role": "user", "content": [{"type": "text", "text": "please."}]}]
@@ -316,6 +336,16 @@ def test_a_template_that_cannot_be_cut_is_rendered_whole_and_forks(tokenizers: C
     assert (memory.counters.forks, memory.counters.rendered_again) == (1, 2)
     samples = memory.trajectory.samples(Sample())
     assert [sample.rollout_log_probs for sample in samples] == [[-1.0, -2.0], [-3.0]]
+
+
+def test_a_turn_that_is_sent_as_another_than_it_was_is_a_fork(tokenizers: Callable[[str], Any]) -> None:
+    memory, said = TokenMemory(TurnRenderer(tokenizers("QWEN_3"))), {"role": "assistant", "content": "Two."}
+    messages = [QUESTION]
+    for sent, forks in ((said, 0), ({"role": "assistant", "content": "Three."}, 0), (said, 1)):
+        prompt = memory.prompt(messages)
+        memory.record(prompt, TurnRecord(prompt.ids, [7], output_log_probs=[-1.0]), said)
+        assert memory.counters.forks == forks
+        messages = [*messages, sent, QUESTION]
 
 
 def test_the_cost_of_a_turn_is_that_of_what_was_said_since(tokenizers: Callable[[str], Any]) -> None:

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
-from slime.agent.adapters.api import Api, Event, Reply, only_functions, sampling_of
+from slime.agent.adapters.api import Api, Event, Reply, not_text, only_functions, sampling_of
 from slime.agent.parsing import Delta
 from slime.agent.session import TurnReply, TurnRequest
 from slime.data.rows.messages import Messages
@@ -66,6 +66,8 @@ def _messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if role not in ("user", "assistant", "system") or not isinstance(blocks, list):
         raise ValueError(f"a message needs a role, user or assistant, and a content, not {message!r:.80}")
     words, thoughts, calls = [], [], []
+    # What a tool has read, such as a PDF, may stand beside its result.
+    has_result = any(isinstance(block, Mapping) and block.get("type") == "tool_result" for block in blocks)
     for block in blocks:
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind == "text":
@@ -76,8 +78,9 @@ def _messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"id": block.get("id", ""), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
-            told = _text(block.get("content") or "", "a tool result")
-            yield {"role": "tool", "tool_call_id": block.get("tool_use_id", ""), "content": told}
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id", ""), "content": _told(block.get("content"))}
+        elif kind in ("image", "document") and has_result:
+            words.append(not_text(block))
         elif kind != "redacted_thinking":
             raise ValueError(f"a block of type {kind!r} in a message of the {role} is not served: only text is")
     said: dict[str, Any] = {"role": role, "content": "\n".join(words) if role == "user" else "".join(words)}
@@ -97,6 +100,16 @@ def _text(content: Any, what: str) -> str:
     ):
         raise ValueError(f"{what} is not text: only text is served")
     return "\n".join(str(block.get("text", "")) for block in content)
+
+
+def _told(content: Any) -> str:
+    """A tool's result; `_text` of it, with a word for each block that is none."""
+    if not isinstance(content, list):
+        return _text(content or "", "a tool result")
+    return "\n".join(
+        str(block.get("text", "")) if isinstance(block, Mapping) and block.get("type") == "text" else not_text(block)
+        for block in content
+    )
 
 
 class _Reply(Reply):

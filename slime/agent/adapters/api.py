@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import abc
+import functools
+import logging
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from slime.agent.parsing import Delta
 from slime.agent.session import TurnReply, TurnRequest
+
+logger = logging.getLogger(__name__)
 
 Event = tuple[str | None, Any]
 """A server-sent event: its name, if it has one, and its data, JSON or text."""
@@ -76,6 +80,20 @@ def text_only(body: Mapping[str, Any], choices: str | None = None) -> None:
             f"responses of type {wanted['type']!r} are not served: a grammar would change the probabilities of the "
             "tokens that are trained"
         )
+
+
+@functools.lru_cache(maxsize=256)
+def warn_left_out(what: str) -> None:
+    """Say once that something that agents' programs send is not shown to the model."""
+    logger.warning("%s is left out of the model's prompts: the gateway serves functions and text", what)
+
+
+def not_text(part: Any) -> str:
+    """What the model reads in place of a part of a tool's result that is none of text. An agent that looks at an image
+    goes on, as it would not if the whole turn were refused."""
+    kind = str(part.get("type") if isinstance(part, Mapping) else type(part).__name__)[:80]
+    warn_left_out(f"a part of type {kind!r} in a tool's result")
+    return f"[{kind} left out: only text can be read]"
 
 
 def only_functions(body: Mapping[str, Any], tools: Any) -> list[dict[str, Any]] | None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
-from slime.agent.adapters.api import Api, Event, Reply, only_functions, sampling_of, text_only
+from slime.agent.adapters.api import Api, Event, Reply, not_text, only_functions, sampling_of, text_only, warn_left_out
 from slime.agent.adapters.openai_chat import ChatCompletions
 from slime.agent.parsing import Delta
 from slime.agent.session import TurnReply, TurnRequest
@@ -35,7 +35,7 @@ class Responses(Api):
         if instructions := body.get("instructions"):
             # Those of earlier responses do not count any more.
             messages = [{"role": "system", "content": str(instructions)}, *messages]
-        tools = [_tool(tool) for tool in body.get("tools") or ()]
+        tools = list(_functions(body.get("tools") or ()))
         return TurnRequest(messages, only_functions(body, tools), sampling_of(body, _PARAMS))
 
     def reply(self, body: Mapping[str, Any], store: MutableMapping[str, Any]) -> Reply:
@@ -43,10 +43,15 @@ class Responses(Api):
         return _Reply(body, store, self.request(body, store).messages)
 
 
-def _tool(tool: Any) -> dict[str, Any]:
-    if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        raise ValueError(f"tools: only functions are served, not {tool!r:.80}")
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+def _functions(tools: Any) -> Iterator[dict[str, Any]]:
+    """Of an agent's tools those that are functions. Codex always sends others, such as its search of the web."""
+    if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError(f"tools is not a list of objects, but {tools!r:.80}")
+    for tool in tools:
+        if tool.get("type") == "function":
+            yield {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+        else:
+            warn_left_out(f"a tool of type {tool.get('type')!r:.80}")
 
 
 def _items(given: Any) -> Iterator[dict[str, Any]]:
@@ -69,7 +74,7 @@ def _items(given: Any) -> Iterator[dict[str, Any]]:
             call = {"id": item.get("call_id", ""), "type": "function", "function": function}
             yield {"role": "assistant", "content": "", "tool_calls": [call]}
         elif kind == "function_call_output":
-            yield {"role": "tool", "tool_call_id": item.get("call_id", ""), "content": _text(item.get("output"))}
+            yield {"role": "tool", "tool_call_id": item.get("call_id", ""), "content": _told(item.get("output"))}
         else:
             raise ValueError(f"an item of type {kind!r} is not served")
 
@@ -97,6 +102,16 @@ def _text(content: Any) -> str:
     ):
         raise ValueError(f"only text is served, not {content!r:.80}")
     return "".join(str(part.get("text", "")) for part in content)
+
+
+def _told(output: Any) -> str:
+    """A tool's result; `_text` of it, with a word for each part that is none."""
+    if not isinstance(output, list):
+        return _text(output)
+    return "".join(
+        str(part.get("text", "")) if isinstance(part, Mapping) and part.get("type") in _TEXTS else not_text(part)
+        for part in output
+    )
 
 
 class _Reply(Reply):
