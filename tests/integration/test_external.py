@@ -169,4 +169,5 @@ def test_one_joins_a_colocated_run_leaves_joins_again_and_is_lost(
     for rollout_id in range(version):
         assert versions_of(run_dir, rollout_id) == {str(rollout_id)}
     told = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    assert [(each["kind"], each["subject"]) for each in told] == [("engine_died", "engine 2")]
+    lost = [(each["kind"], each["subject"]) for each in told if each["kind"] != "push_failed"]
+    assert lost == [("engine_died", "engine 2")], "perhaps in the midst of a push, which is begun again then"

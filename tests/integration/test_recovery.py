@@ -91,8 +91,12 @@ def assert_equals(run_dir: Path, other: Path) -> None:
     assert [last[i]["rollout/prompts_read"] for i in range(_ROLLOUTS)] == [4 * (i + 1) for i in range(_ROLLOUTS)]
     steps = [line["train/step"] for line in read_metrics(run_dir) if "train/loss" in line]
     assert sorted(set(steps)) == list(range(_ROLLOUTS)), "no step has another number than before"
-    scores = {line["eval/step"]: line["eval/add"] for line in read_metrics(run_dir) if "eval/add" in line}
-    assert scores == {line["eval/step"]: line["eval/add"] for line in read_metrics(other) if "eval/add" in line}
+    found, expected = (
+        {line["eval/step"]: line["eval/add"] for line in read_metrics(each) if "eval/add" in line}
+        for each in (run_dir, other)
+    )
+    # A driver that starts again scores what it starts with, where nobody has: which version that is, a kill decides.
+    assert found | expected == found
     assert_registered(run_dir)
 
 
@@ -139,6 +143,7 @@ def test_a_trainer_that_is_killed_comes_back(workspace: Path, uninterrupted: Pat
         "checkpoint": {"save": str(workspace / f"kept_{kept}")},
         "nothing": {},
     }
+    kept_before = set(Path("/dev/shm").glob("slime-*"))
     run_dir = run_and_strike(workspace, f"kept_{kept}", strike, **places[kept])
     (event,) = events_of(run_dir)
     assert (event["kind"], event["subject"]) == ("trainer_died", "trainer 1")
@@ -151,7 +156,7 @@ def test_a_trainer_that_is_killed_comes_back(workspace: Path, uninterrupted: Pat
     assert event["seconds"] > 0
     assert len(series(run_dir, "perf/recovery_time")) == 1
     assert_equals(run_dir, uninterrupted)
-    assert not list(Path("/dev/shm").glob("slime-*")) or kept != "snapshot"
+    assert set(Path("/dev/shm").glob("slime-*")) <= kept_before, "snapshots go with the run"
 
 
 @pytest.mark.full
