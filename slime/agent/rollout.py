@@ -106,6 +106,8 @@ async def generate(
     path = args.custom_agent_function_path
     if path is None:
         raise AgentError(f"slime.agent.rollout.generate needs {_FLAG}")
+    if args.apply_chat_template:
+        raise AgentError("--apply-chat-template: leave it out, agents get prompts as rows have them")
     function = load_function(path, flag=_FLAG, default_names=("run", "agent"))
     asked = {"model": _MODEL, "max_tokens": sampling_params["max_new_tokens"]}
     metadata = {"label": sample.label, **sample.metadata}

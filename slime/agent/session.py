@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from slime.agent.memory import Prompt, TokenMemory
-from slime.agent.parsing import MARKERS, TAGS, THINK, Call, Delta, Splitter, parse_tool_uses, parsed
+from slime.agent.parsing import MARKERS, TAGS, THINK, Call, Delta, ParsedModelOutput, Splitter, parse_tool_uses, parsed
 from slime.agent.rendering import TurnRenderer
 from slime.agent.trajectory import TurnRecord
 from slime.data import Sample
@@ -173,7 +173,7 @@ class Session:
         marker = MARKERS.get(self._parser, "") if request.tools and self._parser else None
         return Splitter(opened=opening.rstrip().endswith(THINK), marker=marker)
 
-    async def _read(self, text: _Text, made: Generated, request: TurnRequest) -> Any:
+    async def _read(self, text: _Text, made: Generated, request: TurnRequest) -> ParsedModelOutput:
         splitter = text.finish(made)
         if not splitter.calls:
             return parsed(splitter, lambda calls: [])

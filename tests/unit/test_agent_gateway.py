@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from argparse import Namespace
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer
 from slime.agent.adapters.api import warn_left_out
 from slime.agent.gateway import Gateway
 from slime.agent.rendering import TurnRenderer
+from slime.agent.rollout import AgentError, generate
 from slime.agent.session import Budget, Generated, Session, SessionError
 from slime.data import Sample
 from tests import chat_templates
@@ -498,3 +500,19 @@ def test_calls_of_another_form_are_read_by_the_engine(renderer: TurnRenderer) ->
         assert message.tool_calls[0].function.name == "ls"  # type: ignore[union-attr]
 
     of_openai(made, use)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"custom_agent_function_path": None}, "needs --custom-agent-function-path"),
+        (
+            {"custom_agent_function_path": "a.py:run", "apply_chat_template": True},
+            "--apply-chat-template: leave it out",
+        ),
+    ],
+)
+def test_what_an_agent_cannot_be_run_with_is_said(options: dict[str, Any], words: str) -> None:
+    args = Namespace(**{"apply_chat_template": False, **options})
+    with pytest.raises(AgentError, match=words):
+        asyncio.run(generate(args, Sample(), {"max_new_tokens": 1}))
