@@ -174,7 +174,7 @@ def test_a_training_rank_pushes_what_its_engines_hold(own_experts: bool, origins
         )
         published.clear()
         checked.clear()
-        actor.publish(1, [EngineAddress("http://e", 2)])
+        actor.publish(1, [EngineAddress("http://e", 2)], "group")
         own = {name for name in names if not own_experts or ".experts.0." not in name}
         assert sorted(published) == sorted(own)
         assert sorted(checked) == (sorted(names) if own_experts else [])

@@ -83,11 +83,11 @@ def test_a_push_that_does_not_fit(fails_in: str, rank: int, monkeypatch: pytest.
     actor._publisher = publisher = _Publisher(args, rank)
     publisher.fails_in, engines = fails_in, addresses_of([FakeControl()])
     if (fails_in, rank) == ("deliver", 1):  # rank 0's alone
-        actor.publish(1, engines)
+        actor.publish(1, engines, "group")
         assert "push  " in actor._trainer._memory.table()
         return
     with pytest.raises(DeviceMemoryError) as error:
-        actor.publish(1, engines)
+        actor.publish(1, engines, "group")
     check(error.value, "push", "lower --update-weight-buffer-size, cut the model")
 
 

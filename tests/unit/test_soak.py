@@ -160,15 +160,18 @@ _ROUTER = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c',
 def test_the_router_is_below_its_supervisor_which_says_where_it_listens(tmp_path: Path) -> None:
     words = ["slime.processes.supervisor", "--", "slime.backends.sglang.launch_router"]
     line = [sys.executable, "-c", f"{_ROUTER}time.sleep(60)", *words, "--host", "127.0.0.1", "--port", "4711", "-x"]
-    with subprocess.Popen(line) as supervisor:
-        run = Run(os.getpid(), tmp_path)
+    launch = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])", *line]
+    with subprocess.Popen(launch) as launcher:  # below this process there may be another test's router
+        run = Run(launcher.pid, tmp_path)
         wait_for(run.router, "the router")
         found = run.router()
         assert found is not None
-        assert found.parent == supervisor.pid
+        supervisor = kernel.with_id(found.parent)
+        assert supervisor is not None
+        assert supervisor.parent == launcher.pid
         assert run.router_address() == ("127.0.0.1", 4711)
         strike(found, signal.SIGKILL)
-        supervisor.kill()
+        strike(supervisor, signal.SIGKILL)
 
 
 def test_what_is_started_in_an_engines_place_is_known_by_its_seed(tmp_path: Path) -> None:
