@@ -90,7 +90,8 @@ class Gateway:
             try:
                 session, store = self._session_of(request)
                 body = await _body_of(request)
-                turn, reply = api.request(body, store), api.reply(body, store)
+                turn = api.request(body, store)
+                reply = api.reply(body, turn, store)
                 if body.get("stream"):
                     return await self._stream(request, api, session, turn, reply)
                 return web.json_response(reply.whole(await session.turn(turn)))

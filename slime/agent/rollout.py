@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import threading
 from argparse import Namespace
@@ -86,7 +87,9 @@ async def open_session(
         context=args.rollout_max_context_len or 0,
         seconds=getattr(args, "agent_max_seconds", 0.0),
     )
-    renderer, parser = await asyncio.to_thread(_renderer, args, sample)
+    kwargs = json.dumps(sample.apply_chat_template_kwargs or args.apply_chat_template_kwargs or {})
+    renderer, parser = await asyncio.to_thread(_renderer, args.hf_checkpoint, kwargs)
+    parser = getattr(args, "sglang_tool_call_parser", None) or parser
     engine = InRollout(args, sample)
     session = Session(engine, renderer, parser=parser, params=sampling_params, budget=budget)
     gateway, handle = await asyncio.to_thread(_gateway, args)
@@ -133,12 +136,11 @@ async def generate(
     return parts[-1] if evaluation else parts
 
 
-def _renderer(args: Namespace, sample: Sample) -> tuple[TurnRenderer, str | None]:
-    """Of the model, and the parser of its tool calls."""
-    tokenizer = load_tokenizer(args.hf_checkpoint)
-    kwargs = sample.apply_chat_template_kwargs or args.apply_chat_template_kwargs or {}
-    named = getattr(args, "sglang_tool_call_parser", None)
-    return TurnRenderer(tokenizer, json.dumps(kwargs)), named or parser_of(tokenizer.get_chat_template())
+@functools.lru_cache(maxsize=8)
+def _renderer(checkpoint: str, kwargs: str) -> tuple[TurnRenderer, str | None]:
+    """Of a model, and the parser of its tool calls: one for all sessions, as a template is proven once."""
+    tokenizer = load_tokenizer(checkpoint)
+    return TurnRenderer(tokenizer, kwargs), parser_of(tokenizer.get_chat_template())
 
 
 _starting = threading.Lock()

@@ -416,7 +416,7 @@ def test_a_client_that_goes_away_has_had_no_turn(renderer: TurnRenderer, stream:
         async with aiohttp.ClientSession() as client:
             body = {"messages": ASK, "stream": stream}
             asking = asyncio.create_task(client.post(f"{url}/v1/chat/completions", json=body, headers=headers))
-            await begun.wait()
+            await asyncio.wait_for(begun.wait(), 60)
             if stream:
                 (await asking).close()
             asking.cancel()

@@ -47,7 +47,7 @@ class AnthropicMessages(Api):
         """The body of an error."""
         return {"type": "error", "error": {"type": _TYPES.get(status, "api_error"), "message": message}}
 
-    def reply(self, body: Mapping[str, Any], store: MutableMapping[str, Any]) -> Reply:
+    def reply(self, body: Mapping[str, Any], turn: TurnRequest, store: MutableMapping[str, Any]) -> Reply:
         """What a reply to a request is written with."""
         return _Reply(body)
 

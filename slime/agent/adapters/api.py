@@ -53,8 +53,8 @@ class Api(abc.ABC):
         """The body of an error."""
 
     @abc.abstractmethod
-    def reply(self, body: Mapping[str, Any], store: MutableMapping[str, Any]) -> Reply:
-        """What the reply to a body is written with."""
+    def reply(self, body: Mapping[str, Any], turn: TurnRequest, store: MutableMapping[str, Any]) -> Reply:
+        """What the reply to a body is written with, of which `request` has made ``turn``."""
 
 
 def sampling_of(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

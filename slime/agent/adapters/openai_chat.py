@@ -36,7 +36,7 @@ class ChatCompletions(Api):
         kind = _TYPES.get(status, "server_error")
         return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
-    def reply(self, body: Mapping[str, Any], store: MutableMapping[str, Any]) -> Reply:
+    def reply(self, body: Mapping[str, Any], turn: TurnRequest, store: MutableMapping[str, Any]) -> Reply:
         """What a reply to a request is written with."""
         return _Reply(body)
 

@@ -38,9 +38,9 @@ class Responses(Api):
         tools = list(_functions(body.get("tools") or ()))
         return TurnRequest(messages, only_functions(body, tools), sampling_of(body, _PARAMS))
 
-    def reply(self, body: Mapping[str, Any], store: MutableMapping[str, Any]) -> Reply:
+    def reply(self, body: Mapping[str, Any], turn: TurnRequest, store: MutableMapping[str, Any]) -> Reply:
         """What a reply to a request is written with."""
-        return _Reply(body, store, self.request(body, store).messages)
+        return _Reply(body, store, turn.messages)
 
 
 def _functions(tools: Any) -> Iterator[dict[str, Any]]:

@@ -38,6 +38,8 @@ TOOL = {
     },
 }
 DONE, FAILED, NO_TURNS, FULL = 0, 1, 2, 3
+_KILLED_S = 10.0
+"""In which what was killed is gone, unless it waits for a disk."""
 
 
 def ask(args: argparse.Namespace, messages: list[dict[str, Any]]) -> tuple[dict[str, Any], str | None]:
@@ -101,7 +103,8 @@ def bash(command: str, timeout: float, limit: int) -> str:
         tail = (tail + data[len(kept) :])[-(limit // 2) :]
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_KILLED_S)
     process.stdout.close()
     left_out = size - len(head) - len(tail)
     gap = f"\n[{left_out} bytes left out]\n".encode() if left_out else b""

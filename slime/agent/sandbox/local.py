@@ -338,7 +338,8 @@ class LocalSandbox:
         except TimeoutError:
             logger.warning("sandbox %s has not ended within %g s: killed", self.sandbox_id, _END_S)
             process.kill()
-            await process.wait()
+            with contextlib.suppress(TimeoutError):  # it waits for the disk, or the like
+                await asyncio.wait_for(process.wait(), _END_S)
         if not self._jail:  # a jail's processes end with its first one, whatever happens to the others
             mark = f"{_MARK}={self.sandbox_id}"
             await asyncio.to_thread(kernel.kill_all, lambda: _marked(mark), _END_S)
