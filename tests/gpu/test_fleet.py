@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.gpu.test_loop import _ENGINE, _LARGE_CACHE, RUN_S, Record, check
 from tests.integration.harness import TrainProcess, series
-from tests.integration.test_faults import (
-    ASKED,
-    assert_each_version_is_its_rollouts,
-    assert_nothing_lost_or_twice,
+from tests.integration.strikes import (
+    Strike,
     back,
     events_of,
     kill_server,
@@ -24,15 +25,17 @@ from tests.integration.test_faults import (
     server_is_busy,
     stop_scheduler,
 )
+from tests.integration.test_faults import ASKED, assert_each_version_is_its_rollouts, assert_nothing_lost_or_twice
 from tests.integration.test_train import Value, flags
 from tests.integration.test_train_async import samples_of
 from tests.integration.tiny import log_probs_of
 
 NUM_GPUS = 1
-_ROLLOUTS = 5
 _LENGTH: dict[str, Value] = {"rollout_max_response_len": 1024, "max_tokens_per_gpu": 4096}
 """Some seconds of a rollout, in which the engine is struck."""
 _SAME_GIB = 0.25
+When = Callable[[TrainProcess, Path, int, Strike], list[psutil.Process]]
+"""Waits for its moment and strikes an engine."""
 
 
 def used_gib() -> list[float]:
@@ -44,51 +47,70 @@ def used_gib() -> list[float]:
     return [float(mib) / 1024 for mib in listed]
 
 
-def run_with_a_loss(workspace: Path, name: str, record_property: Record, strike: object, **changes: Value) -> Path:
-    """A run whose only engine is struck in its second rollout; what the GPUs hold while it generates is noted before
-    and after, and is the same."""
+def while_trainers_train(process: TrainProcess, run_dir: Path, rank: int, strike: Strike) -> list[psutil.Process]:
+    """Strike an engine that is asleep beside the trainers, who train, or wake it to push."""
+    next_one = run_dir / f"samples_{len(series(run_dir, 'train/loss')) + 1}.pt"
+    process.wait_until(next_one.exists, RUN_S, "a rollout that is about to be trained", 0.02)
+    return strike(run_dir, rank)
+
+
+def run_with_a_loss(
+    workspace: Path, name: str, record_property: Record, strike: Strike, when: When = mid_rollout, **changes: Value
+) -> Path:
+    """A run whose first engine is struck after two steps, and which is ended when that has worked again; what the GPUs
+    hold while it generates is noted before and after, and is the same."""
     run_dir, log = workspace / name, workspace / f"{name}.log"
     dumps: Value = str(run_dir / "samples_{rollout_id}.pt")
-    changes |= {**_LENGTH, **ASKED, "num_rollout": _ROLLOUTS, "save_debug_rollout_data": dumps}
+    changes |= {**_LENGTH, **ASKED, "num_rollout": 1000, "save_debug_rollout_data": dumps}
     with TrainProcess(flags(workspace, run_dir, **{**_ENGINE, **changes}), log) as process:
-        process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
+        # The first step leaves more on a GPU than was there when the engine slept first.
+        process.wait_until(lambda: len(series(run_dir, "train/loss")) > 1, RUN_S, "two training steps")
         since = len(log_of(run_dir, 0))
         process.wait_until(lambda: server_is_busy(run_dir, 0, since), RUN_S, "a request on the engine", 0.02)
         before = used_gib()
-        mid_rollout(process, run_dir, 0, strike)  # type: ignore[arg-type]
+        when(process, run_dir, 0, strike)
         process.wait_until(lambda: back(run_dir, "engine 0"), RUN_S, "the engine")
         steps = len(series(run_dir, "train/loss"))
         process.wait_until(lambda: len(series(run_dir, "train/loss")) > steps, RUN_S, "a step with it")
         since = len(log_of(run_dir, 0))
         process.wait_until(lambda: server_is_busy(run_dir, 0, since), RUN_S, "a request on the engine", 0.02)
         after = used_gib()
-        assert process.wait(RUN_S) == 0, process.tail()
+        process.kill(signal.SIGINT)
+        assert process.wait(60) == 130, process.tail()
         process.assert_no_process_left()
+    steps = len(series(run_dir, "train/loss"))
+    (lost,) = events_of(run_dir, "engine_died", "engine_hangs")
+    assert lost["subject"] == "engine 0"
     (returned,) = events_of(run_dir, "engine_back")
     record_property("seconds", f"{returned['seconds']:.0f}")
     record_property("GiB", " ".join(f"{one:.2f}->{other:.2f}" for one, other in zip(before, after, strict=True)))
-    check(run_dir, _ROLLOUTS, record_property)
-    assert_each_version_is_its_rollouts(run_dir, _ROLLOUTS)
-    assert_nothing_lost_or_twice(run_dir, _ROLLOUTS)
+    check(run_dir, steps, record_property)
+    assert_each_version_is_its_rollouts(run_dir, steps)
+    assert_nothing_lost_or_twice(run_dir, steps)
     assert max(abs(one - other) for one, other in zip(before, after, strict=True)) < _SAME_GIB
     return run_dir
 
 
-@pytest.mark.parametrize("strike", [kill_server, stop_scheduler])
+@pytest.mark.parametrize(
+    ("strike", "when"),
+    [(kill_server, mid_rollout), (stop_scheduler, mid_rollout), (kill_server, while_trainers_train)],
+    ids=["killed", "stopped", "killed-asleep"],
+)
 def test_an_engine_beside_trainers_comes_back_by_cuda_ipc(
-    workspace: Path, record_property: Record, strike: object
+    workspace: Path, record_property: Record, strike: Strike, when: When
 ) -> None:
-    name = f"ipc_{getattr(strike, '__name__', '')}"
-    run_dir = run_with_a_loss(workspace, name, record_property, strike, **_LARGE_CACHE)
-    asleep = series(run_dir, "perf/asleep_gib")
+    name = f"ipc_{strike.__name__}_{when.__name__}"
+    run_dir = run_with_a_loss(workspace, name, record_property, strike, when, **_LARGE_CACHE)
+    asleep = series(run_dir, "perf/asleep_gib")[1:]
     record_property("GiB asleep", " ".join(f"{gib:.2f}" for gib in asleep))
     assert max(asleep) - min(asleep) < _SAME_GIB
 
 
-@pytest.mark.gpus(2)
-def test_an_engine_apart_comes_back_by_nccl(workspace: Path, record_property: Record) -> None:
-    slots: dict[str, Value] = {"colocate": None, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 1}
-    run_with_a_loss(workspace, "nccl_back", record_property, kill_server, **slots)
+@pytest.mark.parametrize("engines", [pytest.param(n, marks=pytest.mark.gpus(1 + n)) for n in (1, 2)])
+def test_an_engine_apart_comes_back_by_nccl(workspace: Path, record_property: Record, engines: int) -> None:
+    """The other of two goes on: it leaves the group in which one is dead, and joins the next."""
+    slots: dict[str, Value] = {"colocate": None, "actor_num_gpus_per_node": 1, "rollout_num_gpus": engines}
+    run_with_a_loss(workspace, f"nccl_back_{engines}", record_property, kill_server, **slots)
 
 
 @pytest.mark.gpus(2)

@@ -22,6 +22,7 @@ from tests.waiting import command_line
 from tools.website.registry import SPANS, unregistered
 
 ROOT = Path(__file__).resolve().parents[2]
+RUN_S = 600
 _PR_SET_CHILD_SUBREAPER = 36
 
 

@@ -4,7 +4,6 @@ and ends with every cause when that is lost too."""
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import signal
 import socket
@@ -19,10 +18,25 @@ from aiohttp import web
 from slime.backends.sglang.client import EngineError, GenerateClient
 from slime.backends.sglang.router import Router
 from slime.data import Sample
-from slime.observability import events
 from slime.utils.http_client import Http
 from tests.integration import faulty_hooks
 from tests.integration.harness import TrainProcess, read_metrics, series
+from tests.integration.strikes import (
+    HANGS,
+    KILLED,
+    Strike,
+    back,
+    events_of,
+    kill_server,
+    log_of,
+    mid_rollout,
+    next_life,
+    router_of,
+    server_is_busy,
+    stop_scheduler,
+    stop_server,
+    stop_tree,
+)
 from tests.integration.test_train import RUN_S, Value, flags, make_workspace
 from tests.integration.test_train_async import assert_every_prompt_once, samples_of
 from tests.integration.tiny import KEYS, engine_args
@@ -31,7 +45,6 @@ from tests.waiting import command_line, wait_for_ends
 NUM_GPUS = 0
 pytestmark = pytest.mark.integration
 
-_SERVER = re.compile(r"Started server process \[(\d+)\]")
 _SUPERVISOR = ["slime.processes.supervisor", "slime.backends.sglang.launch "]
 _SLOTS: dict[str, dict[str, Value]] = {
     "disaggregated": {"colocate": None, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 2},
@@ -58,54 +71,7 @@ def long_flags(workspace: Path, run_dir: Path, slots: str, **changes: Value) -> 
     return flags(workspace, run_dir, **(values | changes))
 
 
-Strike = Callable[[Path, int], list[psutil.Process]]
 ASKED: dict[str, Value] = {"rollout_health_check_interval": 1, "rollout_health_check_timeout": 6}
-
-
-def server_tree(run_dir: Path, rank: int) -> list[psutil.Process]:
-    """Of an engine, whose server's id its log tells: its actor, supervisor and server, and those below."""
-    server = psutil.Process(int(_SERVER.findall(log_of(run_dir, rank))[-1]))
-    supervisor, actor, *_ = server.parents()
-    assert "ray::EngineActor" in command_line(actor)
-    return [actor, supervisor, server, *server.children(recursive=True)]
-
-
-def kill_server(run_dir: Path, rank: int) -> list[psutil.Process]:
-    """Kill the server of an engine; the processes of its tree."""
-    tree = server_tree(run_dir, rank)
-    tree[2].kill()
-    return tree
-
-
-def server_is_busy(run_dir: Path, rank: int, since: int) -> bool:
-    """Whether the engine's log shows running requests after its first ``since`` bytes."""
-    return bool(re.search(r"#running-req: [1-9]", log_of(run_dir, rank)[since:]))
-
-
-def log_of(run_dir: Path, rank: int) -> str:
-    return (run_dir / "logs" / f"engine_{rank}.log").read_text()
-
-
-def stop_server(run_dir: Path, rank: int) -> list[psutil.Process]:
-    """Stop the server of an engine, so that it answers no more; the processes as of `kill_server`."""
-    tree = server_tree(run_dir, rank)
-    tree[2].suspend()
-    return tree
-
-
-def stop_scheduler(run_dir: Path, rank: int) -> list[psutil.Process]:
-    """Stop what generates, whose server goes on answering by itself."""
-    tree = server_tree(run_dir, rank)
-    (scheduler,) = [child for child in tree[3:] if "scheduler" in command_line(child)]
-    scheduler.suspend()
-    return tree
-
-
-def mid_rollout(process: TrainProcess, run_dir: Path, rank: int, strike: Strike) -> list[psutil.Process]:
-    """Strike an engine while it works on a rollout that begins after this call."""
-    since = len(log_of(run_dir, rank))
-    process.wait_until(lambda: server_is_busy(run_dir, rank, since), RUN_S, "a request on the engine", 0.05)
-    return strike(run_dir, rank)
 
 
 def assert_nothing_lost_or_twice(run_dir: Path, num_rollout: int) -> None:
@@ -131,44 +97,6 @@ def warnings_of(log: Path) -> list[str]:
     ]
 
 
-_KILLED = r"ended with status 137 \(signal 9\)"
-
-
-HANGS = r"hangs: process \d+( \(\S+\))? gives no sign of life, since 2\d\d\d-"
-
-
-def events_of(run_dir: Path, *kinds: str) -> list[dict[str, Any]]:
-    """What events.jsonl has of these kinds."""
-    file = run_dir / "events.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [line for line in lines if line["kind"] in kinds]
-
-
-def back(run_dir: Path, subject: str) -> bool:
-    """Whether it was lost and serves again, as the latest of its events says."""
-    kinds = ("engine_died", "engine_hangs", "engine_back", "router_died", "router_back")
-    found = [line for line in events_of(run_dir, *kinds) if line["subject"] == subject]
-    return bool(found) and found[-1]["kind"].endswith("_back")
-
-
-def router_of(process: TrainProcess) -> psutil.Process:
-    """The router, which calls itself something else: below its supervisor, beside the guard of that."""
-    words = ("slime.processes.supervisor", "slime.backends.sglang.launch_router")
-    owners = [p for p in process.descendants() if all(word in command_line(p) for word in words)]
-    (router,) = [child for owner in owners for child in owner.children() if child not in owners]
-    return router
-
-
-def next_life(process: TrainProcess, rank: int, tree: list[psutil.Process]) -> psutil.Process | None:
-    """The server of an engine that starts again, once it runs: its seed is the run's, 7, and its rank."""
-    words = ("slime.backends.sglang.launch ", f"--random-seed {7 + rank} ")
-    for found in process.descendants():
-        line = command_line(found)
-        if all(word in line for word in words) and "slime.processes.supervisor" not in line and found not in tree:
-            return found
-    return None
-
-
 def assert_each_version_is_its_rollouts(run_dir: Path, num_rollout: int) -> None:
     """No token is of what an engine starts from, nor of weights that are not the newest."""
     for rollout_id in range(num_rollout):
@@ -176,7 +104,7 @@ def assert_each_version_is_its_rollouts(run_dir: Path, num_rollout: int) -> None
         assert versions == {str(rollout_id)}
 
 
-def assert_went_on_without(log: Path, run_dir: Path, rank: int, why: str = _KILLED) -> None:
+def assert_went_on_without(log: Path, run_dir: Path, rank: int, why: str = KILLED) -> None:
     died, skipped = warnings_of(log)
     # The phase is the driver's: a rollout may end, its requests tried again, before the death is known.
     assert re.search(rf": engine {rank} failed .*engine {rank}( node \d)? at http://\S+ {why}", died)
@@ -280,6 +208,7 @@ def test_requests_of_an_engine_that_dies_are_sent_to_the_other(tmp_path: Path) -
     asyncio.run(asyncio.wait_for(scenario(), 300))
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_one_engine_and_ends_without_any(workspace: Path) -> None:
     """Engine 1 is killed and comes back; it is stopped, and given up. Engine 0 is killed, and killed as it starts."""
     run_dir, log = workspace / "both_die", workspace / "both_die.log"
@@ -299,7 +228,7 @@ def test_a_run_goes_on_with_one_engine_and_ends_without_any(workspace: Path) -> 
         process.assert_no_process_left()
     (error,) = [text for text in log.read_text().splitlines() if text.startswith("train.py: error:")]
     assert "no engine is left, engine 1 and engine 0 were lost" in error
-    lost = [(event["kind"], event["subject"]) for event in events_of(run_dir, *events.KINDS)]
+    lost = [(event["kind"], event["subject"]) for event in events_of(run_dir)]
     assert lost == [
         ("engine_died", "engine 1"),
         ("engine_back", "engine 1"),
@@ -308,7 +237,7 @@ def test_a_run_goes_on_with_one_engine_and_ends_without_any(workspace: Path) -> 
         ("engine_died", "engine 0"),
         ("engine_given_up", "engine 0"),
     ]
-    for rank, why in ((0, _KILLED), (1, HANGS + ".*")):
+    for rank, why in ((0, KILLED), (1, HANGS + ".*")):
         assert re.search(rf"\nengine {rank} was lost at .*{why}\nlast lines of .*engine_{rank}.log", log.read_text())
     checkpoints = list(run_dir.glob("iter_*"))
     assert checkpoints
@@ -317,14 +246,6 @@ def test_a_run_goes_on_with_one_engine_and_ends_without_any(workspace: Path) -> 
     assert len(series(run_dir, "perf/recovery_time")) == 1
     assert_each_version_is_its_rollouts(run_dir, steps + 2)
     assert_nothing_lost_or_twice(run_dir, steps + 2)
-
-
-def stop_tree(run_dir: Path, rank: int) -> list[psutil.Process]:
-    """Stop all of an engine's processes but its actor, as a host that is out of breath would."""
-    tree = server_tree(run_dir, rank)
-    for process in tree[1:]:
-        process.suspend()
-    return tree
 
 
 @pytest.mark.full
@@ -351,7 +272,7 @@ def test_a_run_waits_for_its_only_engine_to_come_back(workspace: Path, slots: st
         assert process.wait(RUN_S) == 0, process.tail()
         process.assert_no_process_left()
     (lost,) = events_of(run_dir, "engine_died", "engine_hangs")
-    assert re.search(_KILLED if strike is kill_server else HANGS, lost["cause"])
+    assert re.search(KILLED if strike is kill_server else HANGS, lost["cause"])
     assert len(series(run_dir, "perf/recovery_time")) == 1
     assert series(run_dir, "rollout/engines_alive")[-1] == 1
     assert len(series(run_dir, "train/loss")) == num_rollout
@@ -422,7 +343,7 @@ def test_a_run_that_loses_an_engine_finishes(workspace: Path, slots: str, strike
         wait_for_ends(tree, "its actor, and all below", 20)
         assert process.wait(RUN_S) == 0, process.tail()
         process.assert_no_process_left()
-    assert_went_on_without(log, run_dir, 0, _KILLED if strike is kill_server else HANGS)
+    assert_went_on_without(log, run_dir, 0, KILLED if strike is kill_server else HANGS)
     assert len(series(run_dir, "train/loss")) == num_rollout
     if slots != "asynchronous":
         # The other's tokens are of the newest weights, which the trainer's own log-probs show.

@@ -9,15 +9,13 @@ import torch
 
 from slime.data import Sample, Status
 from tests.integration.harness import TrainProcess, series
+from tests.integration.strikes import HANGS, mid_rollout, stop_scheduler
 from tests.integration.test_faults import (
     ASKED,
-    HANGS,
     STAY_LOST,
     assert_accounted_for,
     assert_went_on_without,
     long_flags,
-    mid_rollout,
-    stop_scheduler,
     warnings_of,
 )
 from tests.integration.test_train import RUN_S, Value, make_workspace

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.harness import TrainProcess, read_metrics, series
-from tests.integration.test_faults import log_of
+from tests.integration.strikes import log_of
 from tests.integration.test_train import RUN_S, Value, flags, make_workspace
 from tests.integration.test_train_async import assert_accounted_for, assert_every_prompt_once, async_flags, samples_of
 

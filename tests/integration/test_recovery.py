@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from slime.files.checkpoints import LATEST
 from tests.integration import deadly_hooks
 from tests.integration.harness import ROOT, TrainProcess, assert_registered, read_metrics, series
-from tests.integration.test_faults import kill_server, log_of
+from tests.integration.strikes import events_of, kill_server, log_of
 from tests.integration.test_train import RUN_S, Value, flags, make_workspace
 from tests.integration.test_train_async import assert_every_prompt_once, async_flags
 
@@ -59,11 +59,6 @@ def uninterrupted(workspace: Path) -> Path:
         assert process.wait(RUN_S) == 0, process.tail()
         process.assert_no_process_left()
     return run_dir
-
-
-def events_of(run_dir: Path) -> list[dict[str, Any]]:
-    path = run_dir / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def trainer(process: TrainProcess, rank: int) -> psutil.Process:

@@ -19,14 +19,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slime.data import Sample
-from tests.integration.harness import ROOT, TrainProcess, assert_registered, read_metrics, read_traces, series
+from tests.integration.harness import ROOT, RUN_S, TrainProcess, assert_registered, read_metrics, read_traces, series
 from tests.integration.replays import check_dumps, training
+from tests.integration.strikes import back, events_of, kill_server
 from tests.integration.tiny import log_probs_of
 
 NUM_GPUS = 0
 pytestmark = pytest.mark.integration
 
-RUN_S = 600
 _ROLLOUTS = 3
 _OWN = {"driver", "rollout_manager", "trainer_0"}
 _KEY = "key-of-a-tracker-0123456789"
@@ -271,7 +271,7 @@ def _has_trained(run_dir: Path, rollout_id: int) -> bool:
     return rollout_id in series(run_dir, "train/step")
 
 
-def test_a_resumed_run_whose_trainer_dies_equals_the_uninterrupted_one_and_ends_by_ctrl_c(
+def test_a_resumed_run_that_loses_trainer_and_engine_equals_the_uninterrupted_one_and_ends_by_ctrl_c(
     workspace: Path, colocated: Path
 ) -> None:
     run_dir = workspace / "resumed"
@@ -292,12 +292,19 @@ def test_a_resumed_run_whose_trainer_dies_equals_the_uninterrupted_one_and_ends_
     with TrainProcess(line, workspace / "resumed.log") as process:
         process.wait_until(lambda: _has_trained(run_dir, 1), RUN_S, "a step", 0.02)
         process.find("ray::TrainActor").kill()
+        process.wait_until(lambda: events_of(run_dir, "trainer_died"), RUN_S, "the trainer that was killed", 0.02)
+        kill_server(run_dir, 0)
+        process.wait_until(lambda: back(run_dir, "engine 0"), RUN_S, "the engine that was killed")
         process.wait_until(lambda: _has_trained(run_dir, _ROLLOUTS), RUN_S, "the steps to compare")
         process.kill(signal.SIGINT)
         assert process.wait(RUN_S) == 128 + signal.SIGINT, process.tail()
         process.assert_no_process_left()
-    (event,) = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    event, *others = events_of(run_dir)
     assert (event["kind"], event["subject"]) == ("trainer_died", "trainer 0")
+    assert [(other["kind"], other["subject"]) for other in others] == [
+        ("engine_died", "engine 0"),
+        ("engine_back", "engine 0"),
+    ]
     # It was seen before, within or after the snapshot of that step; without one there is the checkpoint.
     origin = re.search(r"made anew from (\S+) after rollout [012]; going on with rollout", event["action"])
     assert (origin is not None and not Path(origin[1]).exists()) or "as the run began" in event["action"]
