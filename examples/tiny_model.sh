@@ -1,4 +1,4 @@
-# Sourced by the run.sh of search_r1, retool and multi_agent, which set EXAMPLE: a tiny model is made and warmed up on
+# Sourced by the run.sh of search-r1, retool and multi_agent, which set EXAMPLE: a tiny model is made and warmed up on
 # demonstrations, and trained by GRPO on one slot. With HF_CHECKPOINT set to a model (and PROMPT_DATA, EVAL_DATA to your
 # files) nothing is made or warmed up. Further flags of train.py may follow those of a script; they win over those of
 # the GRPO run, but --eval-prompt-data adds a dataset.

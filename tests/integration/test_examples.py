@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib
 import itertools
 import os
 import random
@@ -25,8 +26,6 @@ from transformers import AutoModelForCausalLM
 
 from examples.multi_agent import rollout_with_multi_agents as agents
 from examples.retool import generate_with_retool as retool
-from examples.search_r1 import generate_with_search as search
-from examples.search_r1.search_server import make_app
 from slime.data import Sample, Status
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.engine.loop import run_all
@@ -39,6 +38,8 @@ from tests.integration.tiny import KEYS, Service, log_probs_of
 NUM_GPUS = 0
 pytestmark = pytest.mark.integration
 
+search = importlib.import_module("examples.search-r1.generate_with_search")
+search_server = importlib.import_module("examples.search-r1.search_server")
 RUN_S = 1200
 PROMPTS = {search: "S 3: ", retool: "P 3: ", agents: "?"}
 TEMPLATE = (
@@ -156,10 +157,10 @@ def assert_token_exact(args: Namespace, model: torch.nn.Module, sample: Sample, 
 
 
 @contextlib.asynccontextmanager
-async def search_server(args: Namespace) -> AsyncIterator[None]:
+async def serve_search(args: Namespace) -> AsyncIterator[None]:
     """A real search server that knows every word of the demonstrations."""
     texts = [x + y for x in "abcd" for y in "abcd"]
-    runner = web.AppRunner(make_app([{"contents": f"{text} is {text[::-1]}"} for text in texts]))
+    runner = web.AppRunner(search_server.make_app([{"contents": f"{text} is {text[::-1]}"} for text in texts]))
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -175,7 +176,7 @@ def test_turns_with_a_real_engine(service: Service, tiny_model_dir: Path, taught
     args = {module: example_args(service, tiny_model_dir, module) for module in (search, retool, agents)}
 
     async def run() -> dict[ModuleType, list[Sample]]:
-        async with search_server(args[search]):
+        async with serve_search(args[search]):
             return {module: await generated(args[module], module, p, 8) for module, p in PROMPTS.items()}
 
     load_tokenizer(str(tiny_model_dir)).chat_template = TEMPLATE
@@ -237,8 +238,8 @@ def assert_learns(run_dir: Path, name: str, gain: float) -> None:
 
 @pytest.mark.full
 def test_search_r1_learns_to_search(tmp_path: Path, port: int) -> None:
-    samples = run_example("search_r1", tmp_path / "out", SEARCH_PORT=str(port))
-    assert_learns(tmp_path / "out" / "grpo", "search_r1", 0.15)
+    samples = run_example("search-r1", tmp_path / "out", SEARCH_PORT=str(port))
+    assert_learns(tmp_path / "out" / "grpo", "search-r1", 0.15)
     searching = [sample for sample in samples if sample.metadata["searches"]]
     assert len(searching) > 0.8 * len(samples)
     assert all(0 in (sample.loss_mask or []) for sample in searching)

@@ -57,7 +57,7 @@ def environment_of(pids: Path) -> dict[str, str]:
     return given | {"PATH": os.environ["PATH"]}
 
 
-@pytest.mark.parametrize("name", ["retool", "multi_agent", "search_r1"])
+@pytest.mark.parametrize("name", ["retool", "multi_agent", "search-r1"])
 def test_a_dry_run_checks_warm_up_and_run_and_starts_nothing(name: str, tmp_path: Path) -> None:
     write_recorder(tmp_path)
     script = shipped.ROOT / "examples" / name / "run.sh"
@@ -76,10 +76,10 @@ def command_of(name: str) -> list[str]:
     return ["bash", str(shipped.ROOT / "examples" / name / "run.sh")]
 
 
-@pytest.mark.parametrize("name", ["retool", "multi_agent", "search_r1"])
+@pytest.mark.parametrize("name", ["retool", "multi_agent", "search-r1"])
 def test_the_script_becomes_the_run_and_leaves_nobody(name: str, pids: Path) -> None:
     script = subprocess.Popen(command_of(name), env=environment_of(pids))
-    parts = ["train", "server"] if name == "search_r1" else ["train"]
+    parts = ["train", "server"] if name == "search-r1" else ["train"]
     wait_for(lambda: all((pids / part).exists() and (pids / part).read_text() for part in parts), "the start")
     script.terminate()
     assert script.wait(60) == 7, "train.py's own status"
@@ -88,7 +88,7 @@ def test_the_script_becomes_the_run_and_leaves_nobody(name: str, pids: Path) -> 
 
 def test_without_its_search_server_there_is_no_run(pids: Path) -> None:
     environment = environment_of(pids) | {"ENDS": "server", "SEARCH_PORT": "18765"}
-    ended = subprocess.run(command_of("search_r1"), env=environment, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command_of("search-r1"), env=environment, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert re.fullmatch(r"launch: error: the search server did not come up on port 18765 .*\n", ended.stderr)
     assert not (pids / "train").exists()

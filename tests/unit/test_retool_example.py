@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 from argparse import Namespace
 from types import ModuleType
 from typing import Any
@@ -11,12 +12,12 @@ from typing import Any
 import pytest
 
 from examples.retool import generate_with_retool as retool
-from examples.search_r1 import generate_with_search as search
 from slime.data import Sample, Status
 from tests.fake_client import FakeClient
 from tests.scripted_turns import Args, Scripted, Use, example_args, one, turn_by_turn
 
 NUM_GPUS = 0
+search = importlib.import_module("examples.search-r1.generate_with_search")
 
 
 def interpreted(args: Namespace, client: FakeClient, use: Use, label: str = "42") -> tuple[Sample, float]:

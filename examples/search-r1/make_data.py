@@ -6,7 +6,7 @@ OUTPUT gets ``corpus.jsonl`` (100 passages, "Station 47 is in Oslo."), ``sft.jso
 Two of three demonstrations search, and the others guess. So the warmed-up model knows both ways, and reinforcement
 learning has something to find out: which of them pays.
 
-    python3 -m examples.search_r1.make_data outputs/search_r1/data
+    python3 -m examples.search-r1.make_data outputs/search-r1/data
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 # Search-R1 in small: a search server, a warm-up on demonstrations, and GRPO with several turns.
 # Variables: HF_CHECKPOINT, PROMPT_DATA, EVAL_DATA, OUTPUT_DIR, SEED, SFT_STEPS, SEARCH_URL or SEARCH_PORT.
 # Further flags of train.py may follow; they win over those of the GRPO run, but --eval-prompt-data adds a dataset.
-EXAMPLE=search_r1
+EXAMPLE=search-r1
 source "$(dirname "${BASH_SOURCE[0]}")/../tiny_model.sh" # warm_up, launch_grpo, DRY_RUN and more
 
 warm_up examples.demonstrations.generate_rollout prompt
@@ -12,7 +12,7 @@ if [ -z "${SEARCH_URL:-}" ]; then
    SEARCH_PORT=${SEARCH_PORT:-8765}
    SEARCH_URL=http://127.0.0.1:${SEARCH_PORT}/retrieve
    start_server "the search server" "port ${SEARCH_PORT} (SEARCH_PORT)" \
-      "$PYTHON" -u -m examples.search_r1.search_server "${OUTPUT_DIR}/data/corpus.jsonl" --port "${SEARCH_PORT}"
+      "$PYTHON" -u -m examples.search-r1.search_server "${OUTPUT_DIR}/data/corpus.jsonl" --port "${SEARCH_PORT}"
 fi
 
 ROLLOUT_ARGS=(
@@ -31,8 +31,8 @@ ROLLOUT_ARGS=(
 )
 
 CUSTOM_ARGS=(
-   --custom-generate-function-path examples.search_r1.generate_with_search.generate
-   --custom-rm-path examples.search_r1.generate_with_search.reward_func
+   --custom-generate-function-path examples.search-r1.generate_with_search.generate
+   --custom-rm-path examples.search-r1.generate_with_search.reward_func
    --max-turns 3
    --search-url "${SEARCH_URL}"
    --search-topk 1

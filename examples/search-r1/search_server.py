@@ -1,24 +1,64 @@
-"""A search server over a file of passages, with the interface of Search-R1's retrieval server.
+"""A search server over a file of passages, ranked by BM25, with the interface of Search-R1's retrieval server.
 
 CORPUS is JSONL with ``{"contents": "..."}``. ``POST /retrieve {"queries": ["..."], "topk": 3}`` answers
 ``{"result": [[{"document": {...}, "score": 7.1}, ...]]}``, one list a query.
 
-    python3 -m examples.search_r1.search_server outputs/search_r1/data/corpus.jsonl --port 8765
+    python3 -m examples.search-r1.search_server outputs/search-r1/data/corpus.jsonl --port 8765
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
+import math
+import re
 import sys
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from examples.search_r1.bm25 import BM25
-
 _MOST = 100
+_WORD = re.compile(r"\w+")
+
+
+def words(text: str) -> list[str]:
+    """Lower-cased runs of letters and digits."""
+    return _WORD.findall(text.lower())
+
+
+class BM25:
+    """Okapi BM25: Robertson and Zaragoza 2009, "The Probabilistic Relevance Framework", section 3."""
+
+    def __init__(self, texts: Sequence[str], k1: float = 1.2, b: float = 0.75) -> None:
+        """
+        Args:
+            k1: how soon more occurrences of a word stop counting.
+            b: how much long texts are held back, 0 to 1.
+        """
+        self._postings: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        lengths = []
+        for number, text in enumerate(texts):
+            counts = Counter(words(text))
+            lengths.append(counts.total())
+            for word, count in counts.items():
+                self._postings[word].append((number, count))
+        mean = sum(lengths) / max(len(lengths), 1) or 1.0
+        self._k1 = k1
+        self._damping = [k1 * (1 - b + b * length / mean) for length in lengths]
+
+    def top(self, query: str, k: int) -> list[tuple[int, float]]:
+        """Number and score of the best ``k`` texts that share a word with ``query``, best first, ties by number."""
+        scores: dict[int, float] = defaultdict(float)
+        for word, weight in Counter(words(query)).items():
+            postings = self._postings.get(word, ())
+            rarity = math.log1p((len(self._damping) - len(postings) + 0.5) / (len(postings) + 0.5))
+            for number, count in postings:
+                scores[number] += weight * rarity * count * (self._k1 + 1) / (count + self._damping[number])
+        return heapq.nsmallest(k, scores.items(), key=lambda entry: (-entry[1], entry[0]))
 
 
 def read_corpus(path: Path) -> list[dict[str, Any]]:
