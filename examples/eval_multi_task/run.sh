@@ -5,7 +5,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/launch.sh" # DRY_RUN, RAY_ADDRESS and more
 MODEL=${1:-outputs/quickstart/sft/hf}
 shift || true
-DATA=outputs/eval_multi_task # as eval.yaml has it
+DATA=outputs/eval_multi_task # as multi_task.yaml has it
 
 "$PYTHON" "$SLIME_DIR/tools/make_arithmetic_data.py" "$DATA/two_digits" --digits 2 --num-eval 64
 "$PYTHON" "$SLIME_DIR/tools/make_arithmetic_data.py" "$DATA/one_digit" --digits 1 --num-eval 20
@@ -20,7 +20,7 @@ RUN_ARGS=(
 
 EVAL_ARGS=(
    --eval-interval 1
-   --eval-config "$SLIME_DIR/examples/eval_multi_task/eval.yaml"
+   --eval-config "$SLIME_DIR/examples/eval_multi_task/multi_task.yaml"
 )
 
 # Every run is asked for these; here nothing is trained on them.

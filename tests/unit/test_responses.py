@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from examples.train_infer_mismatch_helper import mis
 from slime.data import TrainBatch
 from slime.training.loss import hooks
 from slime.training.loss.advantages import set_advantages
@@ -37,6 +38,11 @@ LOSSES: dict[str, dict[str, Any]] = {
     },
     "reducer": {**TERMS, "custom_pg_loss_reducer_function_path": f"{HOOKS}:squared_means"},
     "importance": {**TERMS, "use_tis": True, "custom_tis_function_path": f"{HOOKS}:drops_and_mixes"},
+    "importance as upstream's": {
+        **TERMS, "use_tis": True, "custom_tis_function_path": f"{mis.__name__}:compute_mis_weights_with_cp",
+        "tis_level": "geometric", "tis_upper_bound": 1.1, "tis_lower_bound": None, "tis_batch_normalize": True,
+        "use_rs": True, "rs_level": "sequence", "rs_lower_bound": 0.3, "rs_trust_region": "avg", "rs_tr_threshold": 0.1,
+    },
     "grpo as a custom loss": {**TERMS, "loss_type": "custom_loss", "custom_loss_function_path": f"{HOOKS}:grpo"},
     "pairwise custom loss": {"loss_type": "custom_loss", "custom_loss_function_path": f"{HOOKS}:pairwise"},
     "per token": {"loss_type": "custom_loss", "custom_loss_function_path": f"{HOOKS}:grpo", **TERMS,
