@@ -1,17 +1,18 @@
-# Sourced by the run.sh of search-r1, retool and multi_agent, which set EXAMPLE: a tiny model is made and warmed up on
-# demonstrations, and trained by GRPO on one slot. With HF_CHECKPOINT set to a model (and PROMPT_DATA, EVAL_DATA to your
-# files) nothing is made or warmed up. Further flags of train.py may follow those of a script; they win over those of
-# the GRPO run, but --eval-prompt-data adds a dataset.
+# Sourced by the run.sh of examples, which set EXAMPLE: a tiny model is made and warmed up on demonstrations, and trained
+# by GRPO on one slot. The data are those of the example's make_data.py, or additions where it has none. With
+# HF_CHECKPOINT set to a model (and PROMPT_DATA, EVAL_DATA to your files) nothing is made or warmed up. Further flags of
+# train.py may follow those of a script; they win over those of the GRPO run, but --eval-prompt-data adds a dataset.
 #
 #   warm_up ROLLOUT_FUNCTION INPUT_KEY   model, data, SFT_STEPS steps of supervised training
-#   launch_grpo FLAG ...                 launch train.py with the script's ROLLOUT_ARGS and CUSTOM_ARGS, what is below, and these
+#   launch_grpo FLAG ...                 launch train.py, or DRIVER, with the script's ROLLOUT_ARGS and CUSTOM_ARGS, what is
+#                                        below, and these
 source "$(dirname "${BASH_SOURCE[0]}")/../scripts/launch.sh" # DRY_RUN, RAY_ADDRESS and more
 cd "$SLIME_DIR"
 OUTPUT_DIR=${OUTPUT_DIR:-outputs/$EXAMPLE}
 SEED=${SEED:-0}
 
 warm_up() {
-   local args=(
+   local maker=(-m "examples.$EXAMPLE.make_data") args=(
       --hf-checkpoint "${OUTPUT_DIR}/model"
       --save-hf "${OUTPUT_DIR}/sft/hf"
       --run-dir "${OUTPUT_DIR}/sft"
@@ -39,8 +40,9 @@ warm_up() {
       --adam-beta2 0.98
    )
    [ -z "${HF_CHECKPOINT:-}" ] || return 0
+   [ -f "examples/$EXAMPLE/make_data.py" ] || maker=(tools/make_arithmetic_data.py)
    "$PYTHON" tools/make_tiny_model.py "${OUTPUT_DIR}/model" --overwrite --seed "${SEED}"
-   "$PYTHON" -m "examples.$EXAMPLE.make_data" "${OUTPUT_DIR}/data" --seed "${SEED}"
+   "$PYTHON" "${maker[@]}" "${OUTPUT_DIR}/data" --seed "${SEED}"
    (launch train.py "${args[@]}")
    # A dry run has warmed up nothing, and checks the GRPO run with the model as it was made.
    [ "${DRY_RUN:-0}" = 0 ] || HF_CHECKPOINT=${OUTPUT_DIR}/model
@@ -86,7 +88,7 @@ launch_grpo() {
       --save-hf "${OUTPUT_DIR}/hf"
       --run-dir "${OUTPUT_DIR}/grpo"
    )
-   launch train.py \
+   launch "${DRIVER:-train.py}" \
       "${checkpoints[@]}" "${ROLLOUT_ARGS[@]}" "${CUSTOM_ARGS[@]}" "${EVAL_ARGS[@]}" "${PERF_ARGS[@]}" \
       "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" "$@"
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from examples import demonstrations
+from examples.retool import sft_data_processing
 from slime.data import Sample, Status
 from tests.scripted_turns import Args, turn_by_turn
 
@@ -47,3 +48,33 @@ def test_data_are_the_seeds_and_held_out_problems_are(name: str, tmp_path: Path)
     ]
     assert all(asked)
     assert not asked[0] & asked[1]
+
+
+def test_retools_conversations_become_training_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = "So:\n<code>\nprint(6)\n</code>\n<interpreter>\n6\n</interpreter>\n\nand <code>7</code><interpreter>7</interpreter>."
+    messages = [{"role": "user", "content": "2*3?"}, {"role": "assistant", "content": answer}]
+    source = tmp_path / "theirs.jsonl"
+    source.write_text(json.dumps({"messages": [message | {"name": None} for message in messages]}) + "\n")
+    sft_data_processing.main([str(source), "--output-dir", str(tmp_path / "a")])
+    again = tmp_path / "a" / "ReTool-SFT.parquet"  # has the rows as they were, and is read as well
+    sft_data_processing.main([str(again), str(source), "--output-dir", str(tmp_path / "b")])
+    for directory, count in (("a", 1), ("b", 2)):
+        rows = [json.loads(line) for line in (tmp_path / directory / "ReTool-SFT.jsonl").read_text().splitlines()]
+        assert [row["prompt"] for row in rows] == [messages[:1]] * count
+        parts = rows[-1]["metadata"]["demonstration"]
+        assert "".join(text for text, _ in parts) == answer
+        assert [text for text, trained in parts if not trained] == [
+            "\n<interpreter>\n6\n</interpreter>\n\n",
+            "<interpreter>7</interpreter>",
+        ]
+    for text, problem in (
+        (json.dumps({"messages": messages[:1]}), ", line 1: the last of its messages is not an assistant's answer"),
+        ('{"messages": 3}', ", line 1 has no chat messages under 'messages'"),
+        ("", "no row in "),
+    ):
+        source.write_text(text + "\n")
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            sft_data_processing.main([str(source)])
+        assert ended.value.code == 2
+        assert problem in capsys.readouterr().err

@@ -18,6 +18,7 @@ from tests.recorder import run, write_recorder
 from tests.waiting import wait_for
 
 NUM_GPUS = 0
+WITH_DATA = ["retool", "multi_agent", "search-r1"]
 STANDS_IN = f"""#!{sys.executable} -S
 import os, signal, sys, time
 what = "train" if sys.argv[1].endswith("/train.py") else "server"
@@ -57,7 +58,7 @@ def environment_of(pids: Path) -> dict[str, str]:
     return given | {"PATH": os.environ["PATH"]}
 
 
-@pytest.mark.parametrize("name", ["retool", "multi_agent", "search-r1"])
+@pytest.mark.parametrize("name", [*WITH_DATA, "reproducibility", "train_infer_mismatch_helper"])
 def test_a_dry_run_checks_warm_up_and_run_and_starts_nothing(name: str, tmp_path: Path) -> None:
     write_recorder(tmp_path)
     script = shipped.ROOT / "examples" / name / "run.sh"
@@ -65,9 +66,11 @@ def test_a_dry_run_checks_warm_up_and_run_and_starts_nothing(name: str, tmp_path
     assert ran.returncode == 0, ran.stderr
     made, data, warm_up, grpo = commands
     assert made == ["tools/make_tiny_model.py", "out/model", "--overwrite", "--seed", "0"]
-    assert data == ["-m", f"examples.{name}.make_data", "out/data", "--seed", "0"]
-    for command, run_dir in ((warm_up, "out/sft"), (grpo, "out/grpo")):
-        assert command[:3] == [f"{shipped.ROOT}/train.py", "--hf-checkpoint", "out/model"]
+    maker = ["-m", f"examples.{name}.make_data"] if name in WITH_DATA else ["tools/make_arithmetic_data.py"]
+    assert data == [*maker, "out/data", "--seed", "0"]
+    driver = "train_async.py" if name == "train_infer_mismatch_helper" else "train.py"
+    for command, run_dir, program in ((warm_up, "out/sft", "train.py"), (grpo, "out/grpo", driver)):
+        assert command[:3] == [f"{shipped.ROOT}/{program}", "--hf-checkpoint", "out/model"]
         assert command[command.index("--run-dir") + 1] == run_dir
     assert (warm_up[-1], grpo[-3:]) == ("--dry-run", ["--lr", "1", "--dry-run"])
 
@@ -76,7 +79,7 @@ def command_of(name: str) -> list[str]:
     return ["bash", str(shipped.ROOT / "examples" / name / "run.sh")]
 
 
-@pytest.mark.parametrize("name", ["retool", "multi_agent", "search-r1"])
+@pytest.mark.parametrize("name", [*WITH_DATA, "reproducibility"])
 def test_the_script_becomes_the_run_and_leaves_nobody(name: str, pids: Path) -> None:
     script = subprocess.Popen(command_of(name), env=environment_of(pids))
     parts = ["train", "server"] if name == "search-r1" else ["train"]

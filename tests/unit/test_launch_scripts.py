@@ -25,6 +25,12 @@ RUNS = sorted(path.name for path in SCRIPTS.glob("run-*.sh"))
 MODELS = sorted(path.stem for path in shipped.SCRIPTS.glob("*.sh"))
 MODEL_OF = {"run-quickstart-grpo.sh": "qwen3-0.6B", "run-quickstart-sft.sh": "qwen3-0.6B"}
 """The model of a run that takes its shape from config.json alone; another one's is that of the script it sources."""
+OF_EXAMPLES = {
+    "retool/retool_qwen3_4b_sft.sh": "qwen3-4B-Instruct-2507",
+    "retool/retool_qwen3_4b_rl.sh": "qwen3-4B-Instruct-2507",
+    "train_infer_mismatch_helper/run-qwen3-4b-mis.sh": "qwen3-4B",
+}
+"""Scripts of examples for published models, by upstream's names."""
 MINIMAL = """
 --num-rollout 1 --rollout-batch-size 4 --n-samples-per-prompt 2 --rollout-max-response-len 8 --rm-type math --colocate
 --actor-num-gpus-per-node 1 --input-key prompt --label-key label --apply-chat-template
@@ -37,8 +43,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("launch")
     write_tokenizer(directory / "tokenizer")
     question = [{"role": "user", "content": "1+1="}]
+    demonstration = {"demonstration": [["<code>1+1</code>", True], ["<interpreter>2</interpreter>", False]]}
     rows = {
-        "prompts": {"prompt": question, "label": "2"},
+        "prompts": {"prompt": question, "label": "2", "metadata": demonstration},
         "chats": {"messages": [*question, {"role": "assistant", "content": "2"}]},
     }
     for name, row in rows.items():
@@ -110,6 +117,18 @@ def test_run_scripts_pass_dry_run(
     assert f"{shipped.ROOT}/train.py \\\n   --" in ran.stdout
     monkeypatch.setattr("slime.fleet.placement.device.is_cuda", lambda: True)  # warns of no lack of cores
     assert "slot 0: training rank 0" in check(words[1:], capsys, tmp_path)
+
+
+@pytest.mark.parametrize(("script", "model"), OF_EXAMPLES.items())
+def test_scripts_of_examples_pass_dry_run(
+    script: str, model: str, files: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    variables = {name: str(files / "prompts.jsonl") for name in ("PROMPT_DATA", "EVAL_DATA")}
+    variables |= {"HF_CHECKPOINT": str(checkpoint(files, model)), "SAVE_DIR": str(tmp_path / "output")}
+    script = str(shipped.ROOT / "examples" / script)
+    ran, (words,) = run(script, files, tmp_path / "record", "--seed", "7", DRY_RUN="1", **variables)
+    assert (ran.returncode, words[-3:]) == (0, ["--seed", "7", "--dry-run"]), ran.stderr
+    check(words[1:], capsys, tmp_path)
 
 
 @pytest.mark.parametrize(
