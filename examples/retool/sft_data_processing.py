@@ -3,8 +3,8 @@
     hf download --repo-type dataset JoeYing/ReTool-SFT --local-dir ReTool-SFT
     python3 examples/retool/sft_data_processing.py ReTool-SFT/data/*.parquet --output-dir data/retool
 
-INPUT are files of rows with chat messages ``messages``, parquet or JSONL, the last message the assistant's. DIR gets two
-files with all of them:
+INPUT are files of rows with chat messages ``messages``, parquet or JSONL, the last message the assistant's. DIR gets
+two files with all of them:
 
     ReTool-SFT.parquet  {"messages": [...]}, role and content: for slime.rollout.sft_rollout, which trains on every word
                         of the assistant's turn, the interpreter's too
@@ -24,8 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from slime.data.rows.reading import open_rows  # noqa: E402
-from slime.files.storage import reported, write_text, writing  # noqa: E402
+from slime.data.rows.reading import open_rows
+from slime.files.storage import reported, write_text, writing
 
 Message = dict[str, str]
 
@@ -46,7 +46,9 @@ def conversations(files: Iterable[str]) -> Iterator[list[Message]]:
                 row: Any = raw.content if isinstance(raw.content, dict) else json.loads(raw.content or b"null")
                 messages = [{key: str(message[key]) for key in ("role", "content")} for message in row["messages"]]
             except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{file.where(raw.number)} has no chat messages under 'messages': {error!r}") from error
+                raise ValueError(
+                    f"{file.where(raw.number)} has no chat messages under 'messages': {error!r}"
+                ) from error
             if len(messages) < 2 or messages[-1]["role"] != "assistant":
                 raise ValueError(f"{file.where(raw.number)}: the last of its messages is not an assistant's answer")
             yield messages

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--tis-batch-normalize",
         action="store_true",
-        help="Divide weights by their mean over the micro-batch, which makes the loss depend on how samples are packed.",
+        help="Divide weights by their mean over the micro-batch, so that the loss depends on how samples are packed.",
     )
     parser.add_argument(
         "--rs-trust-region",
@@ -202,9 +202,7 @@ def _distance(response: _Response, kind: str) -> Tensor:
     return response.greatest(d.square() / 2) if kind == "max" else response.mean(torch.expm1(-d) + d)
 
 
-def _normalized(
-    args: Namespace, weights: list[Tensor], responses: list[_Response], metrics: Metrics
-) -> list[Tensor]:
+def _normalized(args: Namespace, weights: list[Tensor], responses: list[_Response], metrics: Metrics) -> list[Tensor]:
     """Weights whose mean is 1: over tokens at level ``token``, else over responses, each with its own mean."""
     pairs = [(w, r) for w, r in zip(weights, responses, strict=True) if r.mask.any()]
     values = [w[r.mask.bool()] if args.tis_level == "token" else r.mean(w)[:1] for w, r in pairs]

@@ -51,7 +51,8 @@ def test_data_are_the_seeds_and_held_out_problems_are(name: str, tmp_path: Path)
 
 
 def test_retools_conversations_become_training_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = "So:\n<code>\nprint(6)\n</code>\n<interpreter>\n6\n</interpreter>\n\nand <code>7</code><interpreter>7</interpreter>."
+    answer = "So:\n<code>\nprint(6)\n</code>\n<interpreter>\n6\n</interpreter>\n\n"
+    answer += "and <code>7</code><interpreter>7</interpreter>."
     messages = [{"role": "user", "content": "2*3?"}, {"role": "assistant", "content": answer}]
     source = tmp_path / "theirs.jsonl"
     source.write_text(json.dumps({"messages": [message | {"name": None} for message in messages]}) + "\n")

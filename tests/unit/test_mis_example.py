@@ -164,7 +164,7 @@ def test_metrics_alone_without_tis() -> None:
 
 def test_what_says_nothing_is_refused() -> None:
     lists = {name: [torch.zeros(2)] for name in ("train_log_probs", "rollout_log_probs", "loss_masks")}
-    with pytest.raises(ValueError, match="--tis-lower-bound 3.0 is above --tis-upper-bound 2.0"):
+    with pytest.raises(ValueError, match=r"--tis-lower-bound 3\.0 is above --tis-upper-bound 2\.0"):
         mis.compute_mis_weights(options(tis_lower_bound=3.0), **lists)
     with pytest.raises(ValueError, match="response 0: log-probs and loss mask have different lengths"):
         mis.compute_mis_weights(options(), **{**lists, "loss_masks": [torch.zeros(3)]})

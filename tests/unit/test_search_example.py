@@ -278,7 +278,8 @@ def test_search_server_refuses_what_it_does_not_understand(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["generate", "reward_func"])
 @pytest.mark.parametrize(
-    "module", ["examples.search-r1.generate_with_search.", f"{FOLDER}/generate_with_search.py:", "generate_with_search."]
+    "module",
+    ["examples.search-r1.generate_with_search.", f"{FOLDER}/generate_with_search.py:", "generate_with_search."],
 )
 def test_its_functions_are_found_as_upstreams_are(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Upstream's scripts put the folder on PYTHONPATH."""
