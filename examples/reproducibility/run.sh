@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train twice from the same model, data and seeds, and compare what came of it.
-# Variables: HF_CHECKPOINT, PROMPT_DATA, EVAL_DATA, OUTPUT_DIR, SEED, SFT_STEPS.
-# Further flags of train.py may follow, for both runs; they win, but --eval-prompt-data adds a dataset.
+# Variables: HF_CHECKPOINT, PROMPT_DATA, OUTPUT_DIR, SEED, SFT_STEPS.
+# Further flags of train.py may follow, for both runs; they win, but for directories and files that are compared.
 EXAMPLE=reproducibility
 source "$(dirname "${BASH_SOURCE[0]}")/../tiny_model.sh" # warm_up, launch_grpo, DRY_RUN and more
 
@@ -34,8 +34,8 @@ EVAL_ARGS=()
 trap 'kill "$run"; wait "$run"; exit' INT TERM
 for name in first second; do
    output=${OUTPUT_DIR}/$name
-   (launch_grpo --run-dir "$output" --save-hf "$output/hf" \
-      --save-debug-rollout-data "$output/samples_{rollout_id}.pt" "$@") &
+   (launch_grpo "$@" --run-dir "$output" --save-hf "$output/hf" \
+      --save-debug-rollout-data "$output/samples_{rollout_id}.pt") &
    run=$!
    wait "$run"
    [ "${DRY_RUN:-0}" = 0 ] || exit 0

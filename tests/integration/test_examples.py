@@ -210,21 +210,28 @@ def port() -> Iterator[int]:
         reservation.close()
 
 
-def run_example(name: str, output: Path, **env: str) -> list[Sample]:
-    """Run an example's run.sh to its end; the samples of its last rollout."""
+def run_script(name: str, output: Path, *flags: str, **env: str) -> str:
+    """Run an example's run.sh to its end; what it printed."""
     environment = {"OUTPUT_DIR": str(output), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | env
-    started, samples = time.monotonic(), str(output / "samples_{rollout_id}.pt")
+    started = time.monotonic()
     with open(f"{output}.log", "w") as log:
         done = subprocess.run(
-            ["bash", str(ROOT / "examples" / name / "run.sh"), "--ci-test", "--save-debug-rollout-data", samples],
+            ["bash", str(ROOT / "examples" / name / "run.sh"), "--ci-test", *flags],
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             env={k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | environment,
             timeout=RUN_S,
         )
-    assert done.returncode == 0, Path(f"{output}.log").read_text()[-4000:]
+    printed = Path(f"{output}.log").read_text()
+    assert done.returncode == 0, printed[-4000:]
     print(f"{name}: {time.monotonic() - started:.0f} s")
+    return printed
+
+
+def run_example(name: str, output: Path, **env: str) -> list[Sample]:
+    """Run an example's run.sh to its end; the samples of its last rollout."""
+    run_script(name, output, "--save-debug-rollout-data", str(output / "samples_{rollout_id}.pt"), **env)
     dumped = sorted(output.glob("samples_[0-9]*.pt"), key=lambda path: int(path.stem.split("_")[1]))
     return [Sample.from_dict(sample) for sample in torch.load(dumped[-1], weights_only=False)["samples"]]
 
@@ -259,3 +266,26 @@ def test_agents_learn_together(tmp_path: Path) -> None:
     assert {sample.metadata["agent"] for sample in samples} == set(agents.ROLES)
     rollouts = {sample.rollout_id for sample in samples}
     assert len(samples) == 6 * len(rollouts)
+
+
+@pytest.mark.full
+def test_older_weights_are_corrected_for(tmp_path: Path) -> None:
+    run_script("train_infer_mismatch_helper", tmp_path / "out")
+    run_dir = tmp_path / "out" / "grpo"
+    assert series(run_dir, "rollout/weight_staleness_max")[1:] == [1] * 19
+    weights = series(run_dir, "train/mis_is_ratio_max_final")
+    assert weights[0] == pytest.approx(1, abs=1e-4), "no step has been made that the engine does not know"
+    assert max(weights) > 1.05
+    assert max(weights) <= 2
+    assert min(series(run_dir, "train/mis_is_ratio_min_final")) < 0.95
+    rewards = series(run_dir, "rollout/raw_reward")
+    assert sum(rewards[-5:]) > sum(rewards[:5])
+
+
+@pytest.mark.full
+def test_two_runs_agree(tmp_path: Path) -> None:
+    printed = run_script("reproducibility", tmp_path / "out").splitlines()
+    assert printed[-1] == "the two runs agree"
+    samples = 5 * 32 * 4
+    for kind, count in (("tokens", samples), ("rewards", samples)):
+        assert f"{kind:<24} {count:>6} of {count} the same" in printed
