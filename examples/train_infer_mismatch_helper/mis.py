@@ -13,13 +13,13 @@ import argparse
 from argparse import Namespace
 from collections import defaultdict
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slime.algorithms import importance
-from slime.algorithms.losses import MAX_LOG_RATIO
 
 Metrics = dict[str, list[Tensor]]
 """Of each name one tensor a response, [response tokens]."""
@@ -136,34 +136,26 @@ def _bounds(args: Namespace) -> tuple[float, float]:
     return low, high
 
 
-def _ratio(response: _Response, level: str) -> Tensor:
-    """The trainer's over the engine's probability at a level, within e^-20 and e^20."""
-    at = {"token": lambda x: x, "sequence": response.total, "geometric": response.mean}[level]
-    return at(response.log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def _weighed(
+    of: _Response, level: importance.Level, mode: importance.Mode = "truncate", low: float = 0.0, high: float = inf
+) -> Tensor:
+    """The trainer's over the engine's probability at a level, within bounds; 1 where nothing is trained."""
+    weight, _ = importance.correction(
+        of.train, of.rollout, of.mask, of.mean, of.total, level=level, mode=mode, low=low, high=high
+    )
+    return weight
 
 
 def _weight(args: Namespace, response: _Response, metrics: Metrics) -> Tensor:
     low, high = _bounds(args)
-    weight, _ = importance.correction(
-        response.train,
-        response.rollout,
-        response.mask,
-        response.mean,
-        response.total,
-        level=args.tis_level,
-        mode=args.tis_mode,
-        low=low,
-        high=high,
-    )
-    weight = weight * response.mask
-    ratio = _ratio(response, args.tis_level)
-    above, below = (ratio > high).float(), (ratio < low).float()
+    ratio = _weighed(response, args.tis_level)
+    weight = _weighed(response, args.tis_level, args.tis_mode, low, high) * response.mask
     metrics["tis_weight_before_bound"].append(ratio)
     if args.tis_mode == "truncate":
-        metrics["tis_truncate_fraction"].append(above)
+        metrics["tis_truncate_fraction"].append((ratio > high).float())
     else:
-        metrics[f"tis_{args.tis_mode}_fraction_low"].append(below)
-        metrics[f"tis_{args.tis_mode}_fraction_high"].append(above)
+        metrics[f"tis_{args.tis_mode}_fraction_low"].append((ratio < low).float())
+        metrics[f"tis_{args.tis_mode}_fraction_high"].append((ratio > high).float())
     metrics["tis_weight_after_bound"].append(weight)
     return weight
 
@@ -184,7 +176,7 @@ def _kept(args: Namespace, response: _Response, metrics: Metrics) -> Tensor:
         high=args.rs_upper_bound,
         veto=args.rs_veto_threshold,
     )
-    ratio = _ratio(response, args.rs_level)
+    ratio = _weighed(response, args.rs_level)
     metrics["rs_mask_fraction_low"].append((ratio < args.rs_lower_bound).float())
     metrics["rs_mask_fraction_high"].append((ratio > args.rs_upper_bound).float())
     if args.rs_trust_region is not None:
@@ -215,8 +207,6 @@ def _normalized(args: Namespace, weights: list[Tensor], responses: list[_Respons
 def _mismatch(response: _Response) -> dict[str, Tensor]:
     """Perplexities of both policies, and how far they are apart."""
     train, rollout, d = response.mean(response.train), response.mean(response.rollout), response.log_ratio
-    ratio = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    whole = response.total(d).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {
         "training_log_ppl": -train,
         "training_ppl": (-train).exp(),
@@ -227,6 +217,6 @@ def _mismatch(response: _Response) -> dict[str, Tensor]:
         "log_ppl_diff": rollout - train,
         "log_ppl_abs_diff": (rollout - train).abs(),
         "ppl_ratio": (rollout - train).exp(),
-        "chi2_token": response.mean(ratio.square()) - 1,
-        "chi2_seq": torch.expm1(2 * whole),
+        "chi2_token": response.mean(_weighed(response, "token").square()) - 1,
+        "chi2_seq": _weighed(response, "sequence").square() - 1,
     }
