@@ -131,7 +131,7 @@ def compute_mis_weights(
 def _bounds(args: Namespace) -> tuple[float, float]:
     high = args.tis_clip if args.tis_upper_bound is None else args.tis_upper_bound
     low = args.tis_clip_low or 1 / high if args.tis_lower_bound is None else args.tis_lower_bound
-    if low > high:
+    if args.tis_mode != "truncate" and low > high:
         raise ValueError(f"--tis-lower-bound {low} is above --tis-upper-bound {high}")
     return low, high
 
