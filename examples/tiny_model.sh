@@ -1,7 +1,8 @@
-# Sourced by the run.sh of examples, which set EXAMPLE: a tiny model is made and warmed up on demonstrations, and trained
-# by GRPO on one slot. The data are those of the example's make_data.py, or additions where it has none. With
-# HF_CHECKPOINT set to a model (and PROMPT_DATA, EVAL_DATA to your files) nothing is made or warmed up. Further flags of
-# train.py may follow those of a script; they win over those of the GRPO run, but --eval-prompt-data adds a dataset.
+# Sourced by the run.sh of examples, which set EXAMPLE: a tiny model is made (tools/make_tiny_model.py, with the flags in
+# MODEL_ARGS), warmed up on demonstrations, and trained by GRPO on one slot. The data are those of the example's
+# make_data.py, or additions where it has none. With HF_CHECKPOINT set to a model (and PROMPT_DATA, EVAL_DATA to your
+# files) nothing is made or warmed up. Further flags of train.py may follow those of a script; they win over those of the
+# GRPO run, but --eval-prompt-data adds a dataset.
 #
 #   warm_up ROLLOUT_FUNCTION INPUT_KEY   model, data, SFT_STEPS steps of supervised training
 #   launch_grpo FLAG ...                 launch train.py, or DRIVER, with the script's ROLLOUT_ARGS and CUSTOM_ARGS, what is
@@ -10,6 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../scripts/launch.sh" # DRY_RUN, RAY_ADDR
 cd "$SLIME_DIR"
 OUTPUT_DIR=${OUTPUT_DIR:-outputs/$EXAMPLE}
 SEED=${SEED:-0}
+MODEL_ARGS=()
 
 warm_up() {
    local maker=(-m "examples.$EXAMPLE.make_data") args=(
@@ -41,7 +43,7 @@ warm_up() {
    )
    [ -z "${HF_CHECKPOINT:-}" ] || return 0
    [ -f "examples/$EXAMPLE/make_data.py" ] || maker=(tools/make_arithmetic_data.py)
-   "$PYTHON" tools/make_tiny_model.py "${OUTPUT_DIR}/model" --overwrite --seed "${SEED}"
+   "$PYTHON" tools/make_tiny_model.py "${OUTPUT_DIR}/model" --overwrite --seed "${SEED}" "${MODEL_ARGS[@]}"
    "$PYTHON" "${maker[@]}" "${OUTPUT_DIR}/data" --seed "${SEED}"
    (launch train.py "${args[@]}")
    # A dry run has warmed up nothing, and checks the GRPO run with the model as it was made.

@@ -30,7 +30,13 @@ class FakeClient:
         self._seconds = seconds
 
     async def generate(
-        self, input_ids: Any, sampling_params: Any, *, headers: Any = None, rid: str | None = None
+        self,
+        input_ids: Any,
+        sampling_params: Any,
+        *,
+        headers: Any = None,
+        rid: str | None = None,
+        on_tokens: Any = None,
     ) -> dict[str, Any]:
         self.requests.append((list(input_ids), dict(sampling_params), headers))
         number = len(self.requests)
@@ -39,9 +45,13 @@ class FakeClient:
         try:
             await asyncio.sleep(self._seconds * random.random())
             if self._reply is not None:
-                result = self._reply(number, input_ids, sampling_params)
-                return await result if asyncio.iscoroutine(result) else result
-            return reply(str(len(input_ids)))
+                made = self._reply(number, input_ids, sampling_params)
+                result: dict[str, Any] = await made if asyncio.iscoroutine(made) else made
+            else:
+                result = reply(str(len(input_ids)))
+            if on_tokens is not None:
+                on_tokens(result["output_ids"])
+            return result
         except asyncio.CancelledError:
             self.cancelled += 1
             raise

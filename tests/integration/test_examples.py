@@ -15,6 +15,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import urlsplit
@@ -229,9 +230,9 @@ def run_script(name: str, output: Path, *flags: str, **env: str) -> str:
     return printed
 
 
-def run_example(name: str, output: Path, **env: str) -> list[Sample]:
-    """Run an example's run.sh to its end; the samples of its last rollout."""
-    run_script(name, output, "--save-debug-rollout-data", str(output / "samples_{rollout_id}.pt"), **env)
+def run_example(name: str, output: Path, *flags: str, **env: str) -> list[Sample]:
+    """Run an example's run.sh to its end, with further flags and variables; the samples of its last rollout."""
+    run_script(name, output, "--save-debug-rollout-data", str(output / "samples_{rollout_id}.pt"), *flags, **env)
     dumped = sorted(output.glob("samples_[0-9]*.pt"), key=lambda path: int(path.stem.split("_")[1]))
     return [Sample.from_dict(sample) for sample in torch.load(dumped[-1], weights_only=False)["samples"]]
 
@@ -257,6 +258,52 @@ def test_retool_learns_to_use_python(tmp_path: Path) -> None:
     samples = run_example("retool", tmp_path / "out")
     assert_learns(tmp_path / "out" / "grpo", "retool", 0.15)
     assert sum(sample.metadata["tool_calls"] > 0 for sample in samples) > 0.8 * len(samples)
+
+
+@pytest.mark.full
+def test_a_coding_agents_work_is_judged(tmp_path: Path) -> None:
+    """Agents in sandboxes, their patches judged in others, and a model that learns from that."""
+    samples = run_example("coding_agent_rl", tmp_path / "out")
+    assert max(series(tmp_path / "out" / "grpo", "train/train_rollout_logprob_abs_diff")) < 1e-4
+    judged = [sample.metadata["swe"] for sample in samples]
+    assert all(sample.reward == float(each["solved"]) for sample, each in zip(samples, judged, strict=True))
+    assert {each["solved"] for each in judged} == {True, False}
+    assert all("+    return" in each["patch"] for each in judged if each["solved"])
+    assert sum(series(tmp_path / "out" / "grpo", "agent/forks")) == 0
+
+
+@pytest.mark.full
+def test_tau_bench_learns_to_look_up(tmp_path: Path) -> None:
+    samples = run_example("tau-bench", tmp_path / "out")
+    assert_learns(tmp_path / "out" / "grpo", "tau-bench", 0.15)
+    assert sum("find" in sample.response for sample in samples) > 0.8 * len(samples)
+    assert sum(series(tmp_path / "out" / "grpo", "agent/forks")) == 0
+
+
+def test_tau_bench_runs(tmp_path: Path) -> None:
+    """One rollout of a model that was taught nothing: the path of every part, in less than a minute."""
+    model, data, mock = tmp_path / "model", tmp_path / "data", ROOT / "examples" / "tau-bench" / "mock"
+    path = os.pathsep.join([str(mock), str(ROOT)])
+    for program in (
+        [str(ROOT / "tools" / "make_tiny_model.py"), str(model), "--tools"],
+        ["-m", "examples.tau-bench.make_data", str(data)],
+    ):
+        subprocess.run([sys.executable, *program], check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": path})
+    given = {"HF_CHECKPOINT": model, "PROMPT_DATA": data / "train.jsonl", "EVAL_DATA": data / "eval.jsonl"}
+    few = (
+        "--num-rollout 1 --rollout-batch-size 4 --n-samples-per-prompt 2 --global-batch-size 8 --skip-eval-before-train"
+    )
+    samples = run_example("tau-bench", tmp_path / "out", *few.split(), **{k: str(v) for k, v in given.items()})
+    assert len(samples) == 8
+    assert all(sample.metadata["agent"]["turns"] >= 1 and 1 in (sample.loss_mask or [1]) for sample in samples)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(find_spec("strands") is None, reason="strands-agents cannot be installed beside our pins")
+def test_an_agent_of_strands_learns_to_use_python(tmp_path: Path) -> None:
+    samples = run_example("strands_sglang", tmp_path / "out")
+    assert_learns(tmp_path / "out" / "grpo", "strands_sglang", 0.3)
+    assert sum(sample.metadata["tool_iterations"] > 0 for sample in samples) > 0.8 * len(samples)
 
 
 @pytest.mark.full

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,19 +33,26 @@ def test_demonstrations_train_the_models_words_only(make_args: Args) -> None:
     assert (sample.status, sample.reward) == (Status.COMPLETED, 0.0)
 
 
-@pytest.mark.parametrize("name", ["search-r1", "retool", "multi_agent"])
+def problem_of(row: dict[str, Any]) -> str:
+    """What a row asks for."""
+    if "index" in row:  # tau-bench's
+        return json.dumps(row["metadata"]["task"])
+    return str(row["prompt"][0]["content"]) if isinstance(row["prompt"], list) else str(row["label"])
+
+
+@pytest.mark.parametrize(
+    "name", ["search-r1", "retool", "multi_agent", "strands_sglang", "coding_agent_rl", "tau-bench"]
+)
 def test_data_are_the_seeds_and_held_out_problems_are(name: str, tmp_path: Path) -> None:
     for directory in ("a", "b"):
         command = [sys.executable, "-m", f"examples.{name}.make_data", str(tmp_path / directory), "--seed", "5"]
-        subprocess.run(command, check=True, cwd=ROOT, timeout=300)
+        paths = os.pathsep.join([str(ROOT / "examples" / "tau-bench" / "mock"), os.environ.get("PYTHONPATH", "")])
+        subprocess.run(command, check=True, cwd=ROOT, timeout=300, env=os.environ | {"PYTHONPATH": paths})
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert {"eval.jsonl", "sft.jsonl", "train.jsonl"} <= set(files)
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
     asked = [
-        {
-            json.loads(line)["prompt"][0]["content"]
-            for line in (tmp_path / "a" / f"{part}.jsonl").read_text().splitlines()
-        }
+        {problem_of(json.loads(line)) for line in (tmp_path / "a" / f"{part}.jsonl").read_text().splitlines()}
         for part in ("train", "eval")
     ]
     assert all(asked)

@@ -19,6 +19,8 @@ from tests.waiting import wait_for
 
 NUM_GPUS = 0
 WITH_DATA = ["retool", "multi_agent", "search-r1"]
+AGENTS = ["coding_agent_rl", "tau-bench", "strands_sglang"]
+"""Whose tiny model's chat template knows tools."""
 STANDS_IN = f"""#!{sys.executable} -S
 import os, signal, sys, time
 what = "train" if sys.argv[1].endswith("/train.py") else "server"
@@ -58,15 +60,16 @@ def environment_of(pids: Path) -> dict[str, str]:
     return given | {"PATH": os.environ["PATH"]}
 
 
-@pytest.mark.parametrize("name", [*WITH_DATA, "reproducibility", "train_infer_mismatch_helper"])
+@pytest.mark.parametrize("name", [*WITH_DATA, *AGENTS, "reproducibility", "train_infer_mismatch_helper"])
 def test_a_dry_run_checks_warm_up_and_run_and_starts_nothing(name: str, tmp_path: Path) -> None:
     write_recorder(tmp_path)
     script = shipped.ROOT / "examples" / name / "run.sh"
     ran, commands = run(str(script), tmp_path, tmp_path / "record", "--lr", "1", DRY_RUN="1", OUTPUT_DIR="out")
     assert ran.returncode == 0, ran.stderr
     made, data, warm_up, grpo = commands
-    assert made == ["tools/make_tiny_model.py", "out/model", "--overwrite", "--seed", "0"]
-    maker = ["-m", f"examples.{name}.make_data"] if name in WITH_DATA else ["tools/make_arithmetic_data.py"]
+    tools = ["--tools"] if name in AGENTS else []
+    assert made == ["tools/make_tiny_model.py", "out/model", "--overwrite", "--seed", "0", *tools]
+    maker = ["-m", f"examples.{name}.make_data"] if name in [*WITH_DATA, *AGENTS] else ["tools/make_arithmetic_data.py"]
     assert data == [*maker, "out/data", "--seed", "0"]
     driver = "train_async.py" if name == "train_infer_mismatch_helper" else "train.py"
     for command, run_dir, program in ((warm_up, "out/sft", "train.py"), (grpo, "out/grpo", driver)):
@@ -82,7 +85,7 @@ def command_of(name: str) -> list[str]:
     return ["bash", str(shipped.ROOT / "examples" / name / "run.sh")]
 
 
-@pytest.mark.parametrize("name", [*WITH_DATA, "reproducibility"])
+@pytest.mark.parametrize("name", [*WITH_DATA, "reproducibility", "coding_agent_rl", "tau-bench"])
 def test_the_script_becomes_the_run_and_leaves_nobody(name: str, pids: Path) -> None:
     script = subprocess.Popen(command_of(name), env=environment_of(pids))
     parts = ["train", "server"] if name == "search-r1" else ["train"]
@@ -90,6 +93,16 @@ def test_the_script_becomes_the_run_and_leaves_nobody(name: str, pids: Path) -> 
     script.terminate()
     assert script.wait(60) == 7, "train.py's own status"
     wait_for(lambda: not any(is_alive(int((pids / part).read_text())) for part in parts), "the end")
+
+
+def test_without_its_package_the_agents_script_makes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text("#!/bin/sh\necho no module >&2; exit 1\n")
+    (tmp_path / "python").chmod(0o755)
+    given = {"PYTHON": str(tmp_path / "python"), "PATH": os.environ["PATH"], "OUTPUT_DIR": str(tmp_path / "out")}
+    ended = subprocess.run(command_of("strands_sglang"), env=given, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert re.fullmatch(r"launch: error: .*python has no strands-agents: .*README.md says .*\n", ended.stderr)
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_its_search_server_there_is_no_run(pids: Path) -> None:

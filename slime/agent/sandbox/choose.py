@@ -5,7 +5,7 @@ from __future__ import annotations
 from slime.agent.sandbox.daytona import DaytonaSandbox
 from slime.agent.sandbox.docker import DockerSandbox
 from slime.agent.sandbox.e2b import E2BSandbox
-from slime.agent.sandbox.local import LocalSandbox
+from slime.agent.sandbox.local import LocalSandbox, SandboxLimits
 from slime.agent.sandbox.modal import ModalSandbox
 from slime.agent.sandbox.protocol import Sandbox, SandboxError, setting
 from slime.agent.sandbox.service import ServiceSandbox
@@ -15,7 +15,9 @@ _SERVICES: dict[str, type[ServiceSandbox]] = {
 }
 
 
-def make_sandbox(image: str = "", *, kind: str = "", reach: str | None = None) -> Sandbox:
+def make_sandbox(
+    image: str = "", *, kind: str = "", reach: str | None = None, limits: SandboxLimits | None = None
+) -> Sandbox:
     """A sandbox that is not open yet.
 
     Args:
@@ -23,13 +25,14 @@ def make_sandbox(image: str = "", *, kind: str = "", reach: str | None = None) -
         kind: ``local`` (a jail), ``plain`` (processes without one), ``docker``, ``e2b``, ``daytona`` or ``modal``;
             empty is SLIME_AGENT_SANDBOX, or ``local``.
         reach: the one address that a local one can connect to, the gateway.
+        limits: of a local one; services have their own.
 
     Raises:
         SandboxError: the kind is unknown, or has no image.
     """
     kind = kind or setting("SLIME_AGENT_SANDBOX", default="local")
     if kind in ("local", "plain"):
-        return LocalSandbox(reach=reach, jail=kind == "local")
+        return LocalSandbox(limits, reach=reach, jail=kind == "local")
     if kind not in _SERVICES:
         raise SandboxError(f"SLIME_AGENT_SANDBOX={kind} must be one of {', '.join(['local', 'plain', *_SERVICES])}")
     if not image:
