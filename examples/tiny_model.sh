@@ -1,7 +1,8 @@
-# Sourced by the run.sh of search_r1, retool and multi_agent, which set EXAMPLE: a tiny model is made and warmed up on
-# demonstrations, and trained by GRPO on one slot. With HF_CHECKPOINT set to a model (and PROMPT_DATA, EVAL_DATA to your
-# files) nothing is made or warmed up. Further flags of train.py may follow those of a script; they win over those of
-# the GRPO run, but --eval-prompt-data adds a dataset.
+# Sourced by the run.sh of search_r1, retool, multi_agent and agent_tool_use, which set EXAMPLE: a tiny model is made
+# (tools/make_tiny_model.py, with the flags in MODEL_ARGS), warmed up on demonstrations, and trained by GRPO on one slot.
+# With HF_CHECKPOINT set to a model (and PROMPT_DATA, EVAL_DATA to your files) nothing is made or warmed up. Further
+# flags of train.py may follow those of a script; they win over those of the GRPO run, but --eval-prompt-data adds a
+# dataset.
 #
 #   warm_up ROLLOUT_FUNCTION INPUT_KEY   model, data, SFT_STEPS steps of supervised training
 #   launch_grpo FLAG ...                 launch train.py with the script's ROLLOUT_ARGS and CUSTOM_ARGS, what is below, and these
@@ -9,6 +10,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../scripts/launch.sh" # DRY_RUN, RAY_ADDR
 cd "$SLIME_DIR"
 OUTPUT_DIR=${OUTPUT_DIR:-outputs/$EXAMPLE}
 SEED=${SEED:-0}
+MODEL_ARGS=()
 
 warm_up() {
    local args=(
@@ -39,7 +41,7 @@ warm_up() {
       --adam-beta2 0.98
    )
    [ -z "${HF_CHECKPOINT:-}" ] || return 0
-   "$PYTHON" tools/make_tiny_model.py "${OUTPUT_DIR}/model" --overwrite --seed "${SEED}"
+   "$PYTHON" tools/make_tiny_model.py "${OUTPUT_DIR}/model" --overwrite --seed "${SEED}" "${MODEL_ARGS[@]}"
    "$PYTHON" -m "examples.$EXAMPLE.make_data" "${OUTPUT_DIR}/data" --seed "${SEED}"
    (launch train.py "${args[@]}")
    # A dry run has warmed up nothing, and checks the GRPO run with the model as it was made.

@@ -10,6 +10,8 @@ With ``--like`` it has the shape of a published model, and no weights: for ``tra
 
     python tools/make_tiny_model.py outputs/qwen3-4b --like qwen3-4b
     python tools/make_tiny_model.py outputs/a-quarter --like qwen3-30b-a3b --num-layers 12
+
+With ``--tools`` its chat template knows tools and calls of them, in the form of Qwen 3, with tokens of their own.
 """
 
 from __future__ import annotations
@@ -41,6 +43,17 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOL_WORDS = ["<tool_call>", "</tool_call>", '{"name": "', '", "arguments": {"', '": "', '"}}']
+TOOL_CHAT_TEMPLATE = (  # names and parameters of tools alone: a schema would be the longest part of a tiny conversation
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}"
+    "{{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }})\n"
+    "{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] or '' }}"
+    "{% for call in message.get('tool_calls') or [] %}{{ '\n' if message['content'] or not loop.first }}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ARCHITECTURES = {
@@ -76,13 +89,14 @@ DEFAULTS: dict[str, Any] = {
 """The model without ``--like``, where no flag says otherwise."""
 
 
-def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+def make_tokenizer(vocab_size: int, tools: bool = False) -> PreTrainedTokenizerFast:
     """Bytes, special tokens and a few words, filled up to ``vocab_size`` so that every id of the model decodes."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    unused = vocab_size - len(alphabet) - len(SPECIAL_TOKENS) - len(WORDS)
+    words = WORDS + (TOOL_WORDS if tools else [])
+    unused = vocab_size - len(alphabet) - len(SPECIAL_TOKENS) - len(words)
     if unused < 0:
         raise ValueError(f"--vocab-size {vocab_size} is too small: the tokenizer has {vocab_size - unused} tokens")
     tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
@@ -90,11 +104,11 @@ def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     special = SPECIAL_TOKENS + [f"<|unused_{i}|>" for i in range(unused)]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in WORDS])
+    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in words])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=TURN_END, pad_token=PAD, clean_up_tokenization_spaces=False
     )
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = TOOL_CHAT_TEMPLATE if tools else CHAT_TEMPLATE
     return fast
 
 
@@ -171,7 +185,7 @@ def write(options: argparse.Namespace) -> int:
         if other := other_than_a_model(output):
             raise ValueError(f"{output} has other things in it than a model ({other}): name another output")
     # Of a published size only bytes have names: a response of random weights is read by nobody.
-    tokenizer = make_tokenizer(options.vocab_size if options.like is None else _SMALLEST_VOCABULARY)
+    tokenizer = make_tokenizer(options.vocab_size if options.like is None else _SMALLEST_VOCABULARY, options.tools)
     config = make_config(options, tokenizer)
     model = make_model(config, options.arch, options.seed) if options.like is None else None
     with writing("output", output), atomic_io.written_directory(output.resolve()) as directory:
@@ -215,7 +229,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "num-heads": "attention heads",
         "num-kv-heads": "key/value heads",
         "intermediate-size": "width of the feed-forward layer, or of one expert",
-        "vocab-size": "tokens, at least 266",
+        "vocab-size": "tokens, at least 266, or 272 with --tools",
         "max-position-embeddings": "longest sequence",
         "num-experts": "experts of a layer, qwen3_moe only",
         "experts-per-token": "experts that a token takes, qwen3_moe only",
@@ -244,6 +258,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         choices=sorted(PUBLISHED),
         help="this model's shape in bfloat16, without weights; --num-layers may differ",
     )
+    parser.add_argument("--tools", action="store_true", help="a chat template that knows tools")
     parser.add_argument("--overwrite", action="store_true", help="replace a model that is there, and nothing else")
     options = parser.parse_args(argv)
     if options.like is None:

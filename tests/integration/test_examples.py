@@ -258,3 +258,14 @@ def test_agents_learn_together(tmp_path: Path) -> None:
     assert {sample.metadata["agent"] for sample in samples} == set(agents.ROLES)
     rollouts = {sample.rollout_id for sample in samples}
     assert len(samples) == 6 * len(rollouts)
+
+
+@pytest.mark.full
+def test_an_agent_learns_to_use_its_tool(tmp_path: Path) -> None:
+    """Its sessions' calls and answers are what is trained: no turn is a fork, and rewards rise."""
+    samples = run_example("agent_tool_use", tmp_path / "out")
+    assert_learns(tmp_path / "out" / "grpo", "agent_tool_use", 0.2)
+    assert sum(sample.metadata["calls"] > 0 for sample in samples) > 0.8 * len(samples)
+    assert sum(series(tmp_path / "out" / "grpo", "agent/forks")) == 0
+    called = [sample for sample in samples if sample.metadata["calls"] > 1]
+    assert all(0 in (sample.loss_mask or []) for sample in called)

@@ -30,7 +30,7 @@ def test_demonstrations_train_the_models_words_only(make_args: Args) -> None:
     assert (sample.status, sample.reward) == (Status.COMPLETED, 0.0)
 
 
-@pytest.mark.parametrize("name", ["search_r1", "retool", "multi_agent"])
+@pytest.mark.parametrize("name", ["search_r1", "retool", "multi_agent", "agent_tool_use"])
 def test_data_are_the_seeds_and_held_out_problems_are(name: str, tmp_path: Path) -> None:
     for directory in ("a", "b"):
         command = [sys.executable, "-m", f"examples.{name}.make_data", str(tmp_path / directory), "--seed", "5"]

@@ -57,19 +57,34 @@ def environment_of(pids: Path) -> dict[str, str]:
     return given | {"PATH": os.environ["PATH"]}
 
 
-@pytest.mark.parametrize("name", ["retool", "multi_agent", "search_r1"])
+@pytest.mark.parametrize("name", ["retool", "multi_agent", "search_r1", "agent_tool_use"])
 def test_a_dry_run_checks_warm_up_and_run_and_starts_nothing(name: str, tmp_path: Path) -> None:
     write_recorder(tmp_path)
     script = shipped.ROOT / "examples" / name / "run.sh"
     ran, commands = run(str(script), tmp_path, tmp_path / "record", "--lr", "1", DRY_RUN="1", OUTPUT_DIR="out")
     assert ran.returncode == 0, ran.stderr
     made, data, warm_up, grpo = commands
-    assert made == ["tools/make_tiny_model.py", "out/model", "--overwrite", "--seed", "0"]
+    tools = ["--tools"] if name == "agent_tool_use" else []
+    assert made == ["tools/make_tiny_model.py", "out/model", "--overwrite", "--seed", "0", *tools]
     assert data == ["-m", f"examples.{name}.make_data", "out/data", "--seed", "0"]
     for command, run_dir in ((warm_up, "out/sft"), (grpo, "out/grpo")):
         assert command[:3] == [f"{shipped.ROOT}/train.py", "--hf-checkpoint", "out/model"]
         assert command[command.index("--run-dir") + 1] == run_dir
     assert (warm_up[-1], grpo[-3:]) == ("--dry-run", ["--lr", "1", "--dry-run"])
+
+
+def test_the_control_is_the_same_run_with_random_rewards(tmp_path: Path) -> None:
+    write_recorder(tmp_path)
+    script, record = shipped.ROOT / "examples" / "agent_tool_use" / "run.sh", tmp_path / "record"
+    runs = []
+    for value in ("0", "1"):
+        ran, commands = run(str(script), tmp_path, record, HF_CHECKPOINT="model", OUTPUT_DIR="out", RANDOM_REWARDS=value)
+        assert ran.returncode == 0, ran.stderr
+        runs.append(commands[-1])
+    true, control = runs
+    hook = ["--custom-reward-post-process-path", "examples.agent_tool_use.agent.random_rewards"]
+    where = control.index(hook[0])
+    assert control == [*true[:where], *hook, *true[where:]]
 
 
 def command_of(name: str) -> list[str]:
