@@ -2,9 +2,9 @@
 
     python3 -m examples.agent_tool_use.compare --output-dir outputs/agent_tool_use --plot docs/agents.png
 
-For each seed `run.sh` trains twice from one warm-up: with the agent's rewards, and with random ones, the control. What is
-there already is not made again, so the command may be stopped and called again. It fails if success ends less than 0.20
-above the control. ``OUTPUT_DIR/evaluations.jsonl`` has the figures, and is all that ``--no-runs`` needs.
+For each seed `run.sh` trains twice from one warm-up: with the agent's rewards, and with random ones, the control. What
+is there already is not made again, so the command may be stopped and called again. It fails if success ends less than
+0.20 above the control. ``OUTPUT_DIR/evaluations.jsonl`` has the figures, and is all that ``--no-runs`` needs.
 """
 
 from __future__ import annotations

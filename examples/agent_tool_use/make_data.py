@@ -12,6 +12,7 @@ reinforcement learning has something to find out: which of them pays.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import string
@@ -39,18 +40,18 @@ def task(first: str, calls: int, rng: random.Random) -> tuple[dict[str, str], li
     """A table, and the way through it: keys from ``first`` on, as many as ``calls``, and then the number."""
     others = rng.sample([key for key in KEYS if key != first], calls - 1 + _OTHER_ENTRIES)
     way = [first, *others[: calls - 1], rng.choice(NUMBERS)]
-    table = dict(zip(way, way[1:], strict=False)) | {key: rng.choice(NUMBERS) for key in others[calls - 1 :]}
+    table = dict(itertools.pairwise(way)) | {key: rng.choice(NUMBERS) for key in others[calls - 1 :]}
     return dict(sorted(table.items())), way
 
 
 def demonstration(way: list[str], rng: random.Random) -> list[dict[str, Any]]:
     """A conversation that goes the way, or a part of it and then guesses."""
     messages: list[dict[str, Any]] = list(question(way[0]))
-    for number, (key, found) in enumerate(zip(way, way[1:], strict=False)):
+    for number, (key, found) in enumerate(itertools.pairwise(way)):
         if rng.random() < _GUESSES:
             return [*messages, {"role": "assistant", "content": rng.choice(NUMBERS)}]
-        call = {"id": f"call_{number}", "type": "function"}
-        call |= {"function": {"name": "find", "arguments": json.dumps({"key": key})}}
+        function = {"name": "find", "arguments": json.dumps({"key": key})}
+        call = {"id": f"call_{number}", "type": "function", "function": function}
         messages += [
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": f"call_{number}", "content": found},
@@ -73,9 +74,7 @@ def write(output: Path, seed: int) -> None:
     files: dict[str, list[dict[str, Any]]] = {
         "train": [row(shuffled[_HELD_OUT_KEYS:]) for _ in range(_NUM_TRAIN)],
         "eval": [row(shuffled[:_HELD_OUT_KEYS]) for _ in range(_NUM_EVAL)],
-        "sft": [
-            {"messages": demonstration(drawn(KEYS)[1], rng), "tools": [FIND]} for _ in range(_NUM_DEMONSTRATIONS)
-        ],
+        "sft": [{"messages": demonstration(drawn(KEYS)[1], rng), "tools": [FIND]} for _ in range(_NUM_DEMONSTRATIONS)],
     }
     for name, lines in files.items():
         write_text("output", output / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))

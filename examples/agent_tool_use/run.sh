@@ -14,7 +14,7 @@ ROLLOUT_ARGS=(
    --label-key label
    --rollout-shuffle
    --rollout-seed "${SEED}"
-   --num-rollout 40
+   --num-rollout 30
    --rollout-batch-size 16
    --n-samples-per-prompt 8
    --global-batch-size 128

@@ -30,9 +30,7 @@ def call(key: str) -> str:
 
 
 @pytest.fixture
-def args(
-    make_args: Args, make_tokenizer: Callable[[str | None], Path], runtime: RolloutRuntime
-) -> Iterator[Namespace]:
+def args(make_args: Args, make_tokenizer: Callable[[str | None], Path], runtime: RolloutRuntime) -> Iterator[Namespace]:
     args = make_args(hf_checkpoint=str(make_tokenizer(TOOL_CHAT_TEMPLATE)), rollout_max_response_len=80)
     args.custom_agent_function_path = "examples.agent_tool_use.agent.run"
     yield args

@@ -78,7 +78,9 @@ def test_the_control_is_the_same_run_with_random_rewards(tmp_path: Path) -> None
     script, record = shipped.ROOT / "examples" / "agent_tool_use" / "run.sh", tmp_path / "record"
     runs = []
     for value in ("0", "1"):
-        ran, commands = run(str(script), tmp_path, record, HF_CHECKPOINT="model", OUTPUT_DIR="out", RANDOM_REWARDS=value)
+        ran, commands = run(
+            str(script), tmp_path, record, HF_CHECKPOINT="model", OUTPUT_DIR="out", RANDOM_REWARDS=value
+        )
         assert ran.returncode == 0, ran.stderr
         runs.append(commands[-1])
     true, control = runs
