@@ -64,8 +64,8 @@ def find(table: Mapping[str, str], arguments: str) -> str:
 
 
 def reward(said: Mapping[str, Any], label: str) -> float:
-    """1 for the right number as the last word of the session, else 0."""
-    return float(not said.get("tool_calls") and (said.get("content") or "").strip() == label)
+    """1 for the right number as the last words of the session, else 0."""
+    return float((said.get("content") or "").strip() == label)
 
 
 def random_rewards(args: Namespace, samples: list[Sample]) -> tuple[list[float], list[float]]:
