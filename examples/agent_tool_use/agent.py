@@ -33,13 +33,15 @@ async def run(
 ) -> dict[str, Any]:
     """Talk to the model until it answers without a call; the reward of the session, and what became of it.
 
-    Any client of OpenAI's API would do. To make one of ``openai.AsyncOpenAI`` takes 50 ms of a processor, more than the
-    tiny model needs for a whole session: share one among sessions (``with_options(base_url=...)``) if you use it.
+    Any client of OpenAI's API would do. To make an ``openai.AsyncOpenAI`` takes tens of milliseconds of a processor, as
+    the tiny model does for a session: share one among sessions (``with_options(base_url=...)``) if you use it.
     """
     messages, calls, said = list(prompt), 0, {}
-    async with aiohttp.ClientSession(base_url=f"{base_url}/") as http:
+    async with aiohttp.ClientSession(raise_for_status=True) as http:
         for _ in range(MAX_TURNS):
-            said = await _answer(http, {"messages": messages, "tools": [FIND], **request_kwargs})
+            body = {"messages": messages, "tools": [FIND], **request_kwargs}
+            async with http.post(f"{base_url}/chat/completions", json=body) as reply:
+                said = (await reply.json())["choices"][0]["message"]
             messages.append(said)
             asked = said.get("tool_calls") or []
             for call in asked:
@@ -49,12 +51,6 @@ async def run(
             if not asked:
                 break
     return {"reward": reward(said, metadata["label"]), "metadata": {"calls": calls}}
-
-
-async def _answer(http: aiohttp.ClientSession, body: dict[str, Any]) -> dict[str, Any]:
-    async with http.post("chat/completions", json=body, raise_for_status=True) as reply:
-        said: dict[str, Any] = (await reply.json())["choices"][0]["message"]
-        return said
 
 
 def find(table: Mapping[str, str], arguments: str) -> str:
