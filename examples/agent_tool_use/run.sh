@@ -31,4 +31,5 @@ if [ "${RANDOM_REWARDS:-0}" != 0 ]; then
    CUSTOM_ARGS+=(--custom-reward-post-process-path examples.agent_tool_use.agent.random_rewards)
 fi
 
-launch_grpo "$@"
+# One wrong token spoils a session of 60: the last steps are small.
+launch_grpo --lr-decay-style linear --min-lr 3e-5 "$@"
