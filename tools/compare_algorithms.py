@@ -14,7 +14,7 @@ import json
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,10 +124,10 @@ def _environment(output: Path, seed: int) -> dict[str, str]:
     return {"OUTPUT_DIR": str(output), "SEED": str(seed), "PYTHON": sys.executable}
 
 
-def curve(run_dir: Path) -> list[tuple[int, float]]:
+def curve(run_dir: Path, dataset: str = "addition") -> list[tuple[int, float]]:
     """(rollouts trained on, held-out accuracy) of every evaluation."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [(line["eval/step"], line["eval/addition"]) for line in lines if "eval/addition" in line]
+    return [(line["eval/step"], line[key]) for line in lines if (key := f"eval/{dataset}") in line]
 
 
 def report(curves: dict[str, dict[int, list[tuple[int, float]]]], target: Path, note: str) -> list[str]:
@@ -145,12 +145,13 @@ def report(curves: dict[str, dict[int, list[tuple[int, float]]]], target: Path, 
     target.parent.mkdir(parents=True, exist_ok=True)
     page = f"{_PAGE}{note}\n\n{head}" + "\n".join(rows) + f"\n\n![Held-out accuracy]({target.name}.png)\n"
     target.with_suffix(".md").write_text(page)
-    _plot(curves, target.with_suffix(".png"))
+    plot(curves, target.with_suffix(".png"), "held-out accuracy (greedy)")
     print(head + "\n".join(rows))
     return failures
 
 
-def _plot(curves: dict[str, dict[int, list[tuple[int, float]]]], path: Path) -> None:
+def plot(curves: Mapping[str, Mapping[int, Sequence[tuple[int, float]]]], path: Path, label: str) -> None:
+    """Draw a curve a name, of (rollouts trained on, value) by seed: their mean, with their range."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -163,7 +164,7 @@ def _plot(curves: dict[str, dict[int, list[tuple[int, float]]]], path: Path) -> 
         values = list(zip(*([accuracy for _, accuracy in points] for points in runs), strict=True))
         (line,) = axes.plot(steps, [fmean(v) for v in values], marker="o", label=name)
         axes.fill_between(steps, [min(v) for v in values], [max(v) for v in values], alpha=0.15, color=line.get_color())
-    axes.set(xlabel="rollouts trained on", ylabel="held-out accuracy (greedy)", ylim=(0, 1))
+    axes.set(xlabel="rollouts trained on", ylabel=label, ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.tight_layout()

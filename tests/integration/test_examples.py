@@ -336,3 +336,14 @@ def test_two_runs_agree(tmp_path: Path) -> None:
     samples = 5 * 32 * 4
     for kind, count in (("tokens", samples), ("rewards", samples)):
         assert f"{kind:<24} {count:>6} of {count} the same" in printed
+
+
+@pytest.mark.full
+def test_an_agent_learns_to_use_its_tool(tmp_path: Path) -> None:
+    """Its sessions' calls and answers are what is trained: no turn is a fork, and rewards rise."""
+    samples = run_example("agent_tool_use", tmp_path / "out")
+    assert_learns(tmp_path / "out" / "grpo", "agent_tool_use", 0.2)
+    assert sum(sample.metadata["calls"] > 0 for sample in samples) > 0.8 * len(samples)
+    assert sum(series(tmp_path / "out" / "grpo", "agent/forks")) == 0
+    called = [sample for sample in samples if sample.metadata["calls"] > 1]
+    assert all(0 in (sample.loss_mask or []) for sample in called)

@@ -40,9 +40,10 @@ def problem_of(row: dict[str, Any]) -> str:
     return str(row["prompt"][0]["content"]) if isinstance(row["prompt"], list) else str(row["label"])
 
 
-@pytest.mark.parametrize(
-    "name", ["search-r1", "retool", "multi_agent", "strands_sglang", "coding_agent_rl", "tau-bench"]
-)
+_NAMES = ["search-r1", "retool", "multi_agent", "strands_sglang", "coding_agent_rl", "tau-bench", "agent_tool_use"]
+
+
+@pytest.mark.parametrize("name", _NAMES)
 def test_data_are_the_seeds_and_held_out_problems_are(name: str, tmp_path: Path) -> None:
     for directory in ("a", "b"):
         command = [sys.executable, "-m", f"examples.{name}.make_data", str(tmp_path / directory), "--seed", "5"]

@@ -19,7 +19,7 @@ from tests.waiting import wait_for
 
 NUM_GPUS = 0
 WITH_DATA = ["retool", "multi_agent", "search-r1"]
-AGENTS = ["coding_agent_rl", "tau-bench", "strands_sglang"]
+AGENTS = ["coding_agent_rl", "tau-bench", "strands_sglang", "agent_tool_use"]
 """Whose tiny model's chat template knows tools."""
 STANDS_IN = f"""#!{sys.executable} -S
 import os, signal, sys, time
@@ -79,6 +79,22 @@ def test_a_dry_run_checks_warm_up_and_run_and_starts_nothing(name: str, tmp_path
     further = grpo.index("--lr", grpo.index("--lr") + 1)
     assert grpo[further : further + 2] == ["--lr", "1"], "what is given last wins"
     assert name == "reproducibility" or grpo[further + 2 :] == ["--dry-run"]
+
+
+def test_the_control_is_the_same_run_with_random_rewards(tmp_path: Path) -> None:
+    write_recorder(tmp_path)
+    script, record = shipped.ROOT / "examples" / "agent_tool_use" / "run.sh", tmp_path / "record"
+    runs = []
+    for value in ("0", "1"):
+        ran, commands = run(
+            str(script), tmp_path, record, HF_CHECKPOINT="model", OUTPUT_DIR="out", RANDOM_REWARDS=value
+        )
+        assert ran.returncode == 0, ran.stderr
+        runs.append(commands[-1])
+    true, control = runs
+    hook = ["--custom-reward-post-process-path", "examples.agent_tool_use.agent.random_rewards"]
+    where = control.index(hook[0])
+    assert control == [*true[:where], *hook, *true[where:]]
 
 
 def command_of(name: str) -> list[str]:

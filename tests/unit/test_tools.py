@@ -178,6 +178,32 @@ def test_the_chat_template_is_short(model_dir: Path) -> None:
     assert tokenizer.apply_chat_template(answered, tokenize=False) == prompt + "\\boxed{46}<|im_end|>\n"
 
 
+def test_a_template_with_tools_is_of_turns_that_agents_can_go_on_from(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from slime.agent.parsing import TAGS, parse_tool_uses, parser_of
+    from slime.agent.rendering import TurnRenderer
+
+    assert make_tiny_model.main([str(tmp_path / "model"), "--tools"]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "c7?"}, {"role": "assistant", "content": "42"}]
+    plain = tokenizer.apply_chat_template(messages, chat_template=make_tiny_model.CHAT_TEMPLATE, tokenize=False)
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == plain
+    schema = {"type": "object", "properties": {"key": {"type": "string"}, "of": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "find", "parameters": schema}}]
+    assert tokenizer.apply_chat_template(messages, tools=tools, tokenize=False) == (
+        "<|im_start|>system\nfind(key, of)\n<|im_end|>\n" + plain
+    )
+    call = {"type": "function", "function": {"name": "find", "arguments": {"key": "c7"}}}
+    messages[1] = {"role": "assistant", "content": "", "tool_calls": [call, call]}
+    written = tokenizer.apply_chat_template(messages, tokenize=False).split("assistant\n")[1].split("<|im_end|>")[0]
+    assert parse_tool_uses(written) == [{"name": "find", "arguments": {"key": "c7"}}] * 2
+    assert len(tokenizer(written)["input_ids"]) == 2 * 17 + 1
+    assert parser_of(tokenizer.get_chat_template()) == TAGS
+    renderer = TurnRenderer(tokenizer)
+    assert (renderer.why_not(), renderer.why_not(tools=True)) == ("", "")
+
+
 def test_the_seed_decides_the_weights(model_dir: Path, tmp_path: Path) -> None:
     for name, seed in (("same", "0"), ("other", "1")):
         assert make_tiny_model.main([str(tmp_path / name), "--seed", seed]) == 0
