@@ -502,17 +502,7 @@ def test_calls_of_another_form_are_read_by_the_engine(renderer: TurnRenderer) ->
     of_openai(made, use)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"custom_agent_function_path": None}, "needs --custom-agent-function-path"),
-        (
-            {"custom_agent_function_path": "a.py:run", "apply_chat_template": True},
-            "--apply-chat-template: leave it out",
-        ),
-    ],
-)
-def test_what_an_agent_cannot_be_run_with_is_said(options: dict[str, Any], words: str) -> None:
-    args = Namespace(**{"apply_chat_template": False, **options})
-    with pytest.raises(AgentError, match=words):
-        asyncio.run(generate(args, Sample(), {"max_new_tokens": 1}))
+def test_an_evaluation_without_an_agent_is_told() -> None:
+    """Of training flags say so at once."""
+    with pytest.raises(AgentError, match="needs --custom-agent-function-path"):
+        asyncio.run(generate(Namespace(custom_agent_function_path=None), Sample(), {"max_new_tokens": 1}))

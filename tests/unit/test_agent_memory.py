@@ -361,7 +361,8 @@ def test_the_cost_of_a_turn_is_that_of_what_was_said_since(tokenizers: Callable[
 
 def test_metrics_tell_what_became_of_sessions() -> None:
     counters = {"turns": 4.0, "forks": 1.0, "rendered_again": 10.0, "render_seconds": 0.2, "rendered_tokens": 50.0}
-    other = dict.fromkeys(counters, 0.0) | {"turns": 2.0}
+    counters |= {"prompt_tokens": 200.0, "cached_tokens": 90.0}
+    other = dict.fromkeys(counters, 0.0) | {"turns": 2.0, "prompt_tokens": 100.0}
     samples = [
         Sample(response_length=6, loss_mask=[1, 1, 0, 0, 0, 1], metadata={"agent": counters}),
         Sample(response_length=2, loss_mask=[1, 1]),
@@ -370,10 +371,12 @@ def test_metrics_tell_what_became_of_sessions() -> None:
     assert agent_metrics(samples) == {
         "agent/turns": 3.0,
         "agent/forks": 0.5,
+        "agent/tito_mismatch_rate": 0.5,
         "agent/realigned_tokens": 5.0,
         "agent/trained_ratio": 0.6,
         "agent/samples": 1.5,
         "agent/tokenization_ms": pytest.approx(1000 * 0.2 / 6),
+        "agent/prefix_cache_hit_rate": 0.3,
     }
     assert agent_metrics([Sample(metadata={"agent": "a user's"})]) == {}
 
