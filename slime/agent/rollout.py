@@ -102,7 +102,8 @@ async def generate(
     if path is None:
         raise AgentError(f"{GENERATE} needs {_FLAG}")
     function = load_function(path, flag=_FLAG, default_names=("run", "agent"))
-    asked = {"model": _MODEL, "max_tokens": sampling_params["max_new_tokens"]}
+    room = sampling_params["max_new_tokens"]
+    asked = {"model": _MODEL} | ({} if room is None else {"max_tokens": room})
     metadata = {"label": sample.label, **sample.metadata}
     async with open_session(args, sample, sampling_params) as session:
         known = accepted(function, sample=sample, session=session, evaluation=evaluation)

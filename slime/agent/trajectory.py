@@ -234,8 +234,9 @@ class TrajectoryManager:
     """The trajectories of sessions whose prompts somebody else renders."""
 
     def __init__(self, fork_threshold_tokens: int = 1024) -> None:
-        """A prompt that differs from the conversation's tokens within those of its last answer is realigned where no
-        more than ``fork_threshold_tokens`` are behind the difference: these are not trained then. Else it is a fork."""
+        """A prompt that differs from the conversation's tokens within those of its last answer is realigned where
+        fewer than ``fork_threshold_tokens`` are behind the difference: these are not trained then. Else it is a
+        fork."""
         self._threshold = fork_threshold_tokens
         self._sessions: dict[str, Trajectory] = {}
 
@@ -276,7 +277,7 @@ class TrajectoryManager:
         differs = np.flatnonzero(path[: len(prompt)] != prompt[: len(path)])
         shared = int(differs[0]) if len(differs) else min(len(path), len(prompt))
         start = node.length - len(node.output)
-        return shared - start if shared >= start and node.length - shared <= self._threshold else None
+        return shared - start if shared >= start and node.length - shared < self._threshold else None
 
     def get_trajectory(
         self,
@@ -287,8 +288,8 @@ class TrajectoryManager:
         extra_metadata: Mapping[str, Any] | None = None,
         max_sample_tokens: int = 0,
     ) -> list[Sample]:
-        """The samples of a session (`Trajectory.samples`), none of one that is not there."""
-        trajectory = self._sessions.get(sid)
+        """End a session: its samples (`Trajectory.samples`), none of one that is not there."""
+        trajectory = self._sessions.pop(sid, None)
         samples = [] if trajectory is None else trajectory.samples(base_sample, reward, max_tokens=max_sample_tokens)
         for sample in samples:
             sample.metadata |= extra_metadata or {}

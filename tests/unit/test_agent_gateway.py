@@ -65,7 +65,8 @@ class Engine:
 
     async def read_calls(self, parser: str, text: str, tools: Any) -> list[Any]:
         assert parser == "llama3"
-        return [json.loads(text.removeprefix("<|python_tag|>"))]
+        call = json.loads(text.removeprefix("<|python_tag|>"))
+        return [{"name": call["name"], "input": call["arguments"]}]
 
 
 def session(renderer: TurnRenderer, *answers: str, reason: str = "stop", **options: Any) -> tuple[Session, Engine]:
