@@ -258,18 +258,20 @@ class TrajectoryManager:
         *,
         turn: TurnRecord,
         prompt_messages: Messages,
-        response_message: dict[str, Any],
+        response_message: dict[str, Any] | None,
         metadata: Mapping[str, Any] | None = None,
     ) -> MessageNode:
-        """Add a turn, which answers ``prompt_messages`` by ``response_message``, to a session; it begins one."""
+        """Add a turn, which answers ``prompt_messages`` by ``response_message``, or nothing, to a session; it begins
+        one."""
         trajectory = self._sessions.setdefault(sid, Trajectory())
         chain, prompt = chain_of(prompt_messages), _array(turn.prompt_ids)
         parent, kept = trajectory.find_by_ids(prompt), None
         found = trajectory.find(chain)
         if found is not None and found[0] is not parent and (shared := self._realigned(found[0], prompt)) is not None:
             parent, kept = found[0], shared
-        key = chain.with_reply(response_message)
-        return trajectory.add(turn, parent, key=key, kept=kept, reply=response_message, metadata=metadata)
+        reply = response_message or {}
+        key = chain.with_reply(reply)
+        return trajectory.add(turn, parent, key=key, kept=kept, reply=reply, metadata=metadata)
 
     def _realigned(self, node: MessageNode, prompt: np.ndarray) -> int | None:
         """How many tokens of a turn's output a prompt that drifts from it keeps; None where it drifts elsewhere."""
@@ -288,9 +290,10 @@ class TrajectoryManager:
         extra_metadata: Mapping[str, Any] | None = None,
         max_sample_tokens: int = 0,
     ) -> list[Sample]:
-        """End a session: its samples (`Trajectory.samples`), none of one that is not there."""
+        """End a session: its samples (`Trajectory.samples`) on which the model has said something; none of a session
+        that is not there."""
         trajectory = self._sessions.pop(sid, None)
         samples = [] if trajectory is None else trajectory.samples(base_sample, reward, max_tokens=max_sample_tokens)
         for sample in samples:
             sample.metadata |= extra_metadata or {}
-        return samples
+        return [sample for sample in samples if sample.response_length]

@@ -355,6 +355,12 @@ def test_an_image_that_a_tool_has_read_is_left_out_and_the_agent_goes_on(rendere
     assert "c2VjcmV0" not in text
 
 
+def test_what_claude_code_says_as_the_system_in_between_is_said_by_the_user(renderer: TurnRenderer) -> None:
+    given = [*ASK, {"role": "system", "content": "Skills: a."}, {"role": "user", "content": "Go on."}]
+    text = asked_text(renderer, "messages", {"messages": given, "max_tokens": 9})
+    assert "<|im_start|>user\n<system-reminder>\nSkills: a.\n</system-reminder><|im_end|>" in text
+
+
 def test_claude_code_finds_somebody_at_the_address(renderer: TurnRenderer) -> None:
     async def use(url: str, key: str) -> None:
         async with aiohttp.ClientSession() as client, client.head(url) as reply:

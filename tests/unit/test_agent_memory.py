@@ -348,6 +348,19 @@ def test_a_turn_that_is_sent_as_another_than_it_was_is_a_fork(tokenizers: Callab
         messages = [*messages, sent, QUESTION]
 
 
+@pytest.mark.parametrize(("name", "moves"), [("CHATML", False), ("DEEPSEEK_V3_1", True)])
+def test_a_later_system_message_is_in_the_prompt_wherever_the_template_has_it(
+    name: str, moves: bool, tokenizers: Callable[[str], Any]
+) -> None:
+    memory = TokenMemory(TurnRenderer(tokenizers(name)))
+    prompt = memory.prompt([QUESTION])
+    said = {"role": "assistant", "content": "Two."}
+    memory.record(prompt, TurnRecord(prompt.ids, memory.renderer.encode("Two."), output_log_probs=[-1.0]), said)
+    later = memory.prompt([QUESTION, said, {"role": "system", "content": "Be quick."}, QUESTION])
+    assert memory.renderer.decode(later.ids).count("Be quick.") == 1
+    assert (later.parent is None) == moves
+
+
 def test_the_cost_of_a_turn_is_that_of_what_was_said_since(tokenizers: Callable[[str], Any]) -> None:
     client = Client(TokenMemory(TurnRenderer(tokenizers("QWEN_3"))), random.Random(0))
     messages = client.ask([{"role": "user", "content": "x" * 5000}], TOOLS, known=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -21,10 +20,11 @@ from slime.agent.rendering import TurnRenderer
 from slime.agent.session import Budget, Generated, Session, TurnReply, TurnRequest
 from slime.data import Sample, Status
 from slime.options.flags.sglang import CONSISTENT_HASHING
+from slime.rollout.runtime import current
+from slime.utils.http_client import Http
 
 logger = logging.getLogger(__name__)
 
-_KEY = "SLIME_ROUTER_API_KEY"
 _EVERYBODYS = ("", "default")
 """Ids that clients without a key had upstream."""
 _REQUEST_S = 900.0
@@ -132,7 +132,7 @@ class BaseAdapter:
         samples = opened.session.samples(base_sample, reward)
         for sample in samples:
             sample.metadata |= extra_metadata or {}
-        return samples
+        return [sample for sample in samples if sample.response_length]
 
     async def drop_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
         """End a session and forget it."""
@@ -183,7 +183,7 @@ def _options(tokenizer: Any, url: str) -> Namespace:
         hf_checkpoint=tokenizer.name_or_path,
         sglang_router_ip=parts.hostname,
         sglang_router_port=parts.port or 80,
-        sglang_router_api_key=os.environ.get(_KEY),
+        sglang_router_api_key=_key_of(url),
         router_policy=CONSISTENT_HASHING,  # so that a session's requests have its X-SMG-Routing-Key
         lora_sync=None,
         rollout_max_context_len=None,
@@ -192,3 +192,10 @@ def _options(tokenizer: Any, url: str) -> Namespace:
         sglang_server_concurrency=_CONCURRENCY,
         num_engines=1,
     )
+
+
+def _key_of(url: str) -> str | None:
+    """What opens the router, of a run whose processes know it."""
+    runtime = current()
+    header = (Http() if runtime is None else runtime.http).authorization(url)
+    return header.get("Authorization", "").removeprefix("Bearer ") or None
