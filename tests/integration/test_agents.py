@@ -178,18 +178,16 @@ _UNBROKEN: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": _LONG, "ignor
 
 async def _heard(session: AgentSession, after: Callable[[], Awaitable[None]] | None = None) -> str:
     """A streamed turn, as a client hears it; once it has begun, ``after`` is awaited."""
-    text = ""
+    text, finish = "", None
     messages: Any = [{"role": "user", "content": "?"}]
-    async with (
-        openai.AsyncOpenAI(base_url=session.base_url, api_key="any", max_retries=0) as client,
-        client.chat.completions.stream(model="m", messages=messages) as events,
-    ):
-        async for event in events:
-            text += event.delta if event.type == "content.delta" else ""
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key="any", max_retries=0) as client:
+        async for chunk in await client.chat.completions.create(model="m", messages=messages, stream=True):
+            text += chunk.choices[0].delta.content or ""
+            finish = chunk.choices[0].finish_reason
             if after is not None and len(text) > 10:
                 await after()
                 after = None
-        assert (await events.get_final_completion()).choices[0].finish_reason == "length"
+    assert finish == "length"
     return text
 
 
