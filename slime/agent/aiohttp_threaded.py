@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -16,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 _START_S = 30.0
 _STOP_S = 10.0
+_EVERY_INTERFACE = ("", "0.0.0.0", "::")
 
 
 class AppHandle:
@@ -56,22 +58,40 @@ class AppHandle:
         return True
 
 
-def run_app_in_thread(app: web.Application, host: str, port: int) -> AppHandle:
+def run_app_in_thread(
+    app: web.Application,
+    host: str,
+    port: int,
+    *,
+    thread_name: str | None = None,
+    runner_kwargs: Mapping[str, Any] | None = None,
+) -> AppHandle:
     """Serve an application from a thread of its own; it listens when this returns.
 
+    Args:
+        host: an address of this host, not every one.
+        thread_name: the thread's.
+        runner_kwargs: of aiohttp's AppRunner, over what it has here: a handler is cancelled when its client goes away,
+            and requests are not logged.
+
     Raises:
+        ValueError: the host is every interface.
         OSError: it cannot listen there.
         TimeoutError: it was not up within 30 s.
     """
+    if host in _EVERY_INTERFACE:
+        raise ValueError(f"host {host!r} is every interface: name the one address at which clients reach this host")
     started: Future[AppHandle] = Future()
-    thread = threading.Thread(target=_serve, args=(app, host, port, started), name=f"aiohttp-{port}", daemon=True)
+    how = {"access_log": None, "shutdown_timeout": 1.0, "handler_cancellation": True, **(runner_kwargs or {})}
+    name = thread_name or f"aiohttp-{port}"
+    thread = threading.Thread(target=_serve, args=(app, host, port, how, started), name=name, daemon=True)
     thread.start()
     return started.result(_START_S)
 
 
-def _serve(app: web.Application, host: str, port: int, started: Future[AppHandle]) -> None:
+def _serve(app: web.Application, host: str, port: int, how: Mapping[str, Any], started: Future[AppHandle]) -> None:
     try:
-        asyncio.run(_run(app, host, port, started))
+        asyncio.run(_run(app, host, port, how, started))
     except BaseException as error:
         if not started.done():
             started.set_exception(error)
@@ -79,12 +99,11 @@ def _serve(app: web.Application, host: str, port: int, started: Future[AppHandle
             logger.exception("the server at %s:%d has failed", host, port)
 
 
-async def _run(app: web.Application, host: str, port: int, started: Future[AppHandle]) -> None:
+async def _run(app: web.Application, host: str, port: int, how: Mapping[str, Any], started: Future[AppHandle]) -> None:
     from aiohttp import web
 
     ending = asyncio.Event()
-    # A client that goes away ends what is done for it.
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
+    runner = web.AppRunner(app, **how)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()

@@ -34,17 +34,19 @@ APIS: tuple[Api, ...] = (ChatCompletions(), Responses(), _ANTHROPIC)
 class Gateway:
     """Sessions by their keys, and the application that serves them.
 
-    A key is made by `open_session` and cannot be guessed; requests bring it as a bearer token, as ``X-Api-Key``, or in
-    the path. Without one of a session that is open they get 401.
+    A key is made by `open_session`, and cannot be guessed unless the caller chose it; requests bring it as a bearer
+    token, as ``X-Api-Key``, or in the path. Without one of a session that is open they get 401.
     """
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
         self._stores: dict[str, dict[str, Any]] = {}
 
-    def open_session(self, session: Session) -> str:
-        """Its key from now on."""
-        key = f"sk-slime-{secrets.token_urlsafe(24)}"
+    def open_session(self, session: Session, key: str = "") -> str:
+        """Its key from now on: ``key``, or one made at random. ValueError where a session of that is open."""
+        key = key or f"sk-slime-{secrets.token_urlsafe(24)}"
+        if key in self._sessions:
+            raise ValueError("a session of this id is open: each has an id of its own")
         self._sessions[key], self._stores[key] = session, {}
         return key
 

@@ -25,11 +25,12 @@ _FINISH = {Status.TRUNCATED: "length"}
 
 
 class InRollout:
-    """Generates for one session within a rollout: on its event loop, among its requests."""
+    """Generates for one session within a rollout: on its event loop, among its requests. One that is made where no
+    event loop runs generates on those that ask it."""
 
     def __init__(self, args: Namespace, base: Sample) -> None:
         self._args, self._index, self._group = args, base.index, base.group_index
-        self._loop, self._context = asyncio.get_running_loop(), contextvars.copy_context()
+        self._loop, self._context = _running_loop(), contextvars.copy_context()
         self._session_id, self._turns = base.session_id or uuid.uuid4().hex, 0
         self.aborted = False
 
@@ -81,18 +82,19 @@ class InRollout:
             return None
 
         if (reply := await self._there(ask)) is not None:
-            return [{"name": call["name"], "arguments": _object(call["parameters"])} for call in reply["calls"]]
+            return [{"name": call["name"], "input": _object(call["parameters"])} for call in reply["calls"]]
         raise ValueError(f"no engine reads calls by {parser!r}")
 
     async def _there(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What a coroutine gives that runs on the rollout's event loop, in its context; it is cancelled with this."""
-        if asyncio.get_running_loop() is self._loop:
-            return await self._loop.create_task(work(), context=self._context.copy())
+        here, there = asyncio.get_running_loop(), self._loop
+        if there is None or there is here:
+            return await here.create_task(work(), context=self._context.copy())
         done: concurrent.futures.Future[T] = concurrent.futures.Future()
         tasks: list[asyncio.Task[T]] = []
 
         def start() -> None:
-            task = self._loop.create_task(work(), context=self._context.copy())
+            task = there.create_task(work(), context=self._context.copy())
             tasks.append(task)
             task.add_done_callback(finish)
 
@@ -106,13 +108,20 @@ class InRollout:
             else:
                 done.set_result(task.result())
 
-        self._loop.call_soon_threadsafe(start)
+        there.call_soon_threadsafe(start)
         try:
             return await asyncio.wrap_future(done)
         except asyncio.CancelledError:
-            self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+            there.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
             raise
 
 
 def _object(parameters: Any) -> Any:
     return json.loads(parameters) if isinstance(parameters, str) else parameters
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -38,6 +38,8 @@ class Counters:
         rendered_again: tokens that the model had made, and that a fork's prompt has anew, as text that was read back.
         render_seconds: that templates and tokenizer took.
         rendered_tokens: that they made.
+        prompt_tokens: that requests to engines had, as these report it.
+        cached_tokens: of these, the ones of which they had keys and values.
     """
 
     turns: int = 0
@@ -45,6 +47,8 @@ class Counters:
     rendered_again: int = 0
     render_seconds: float = 0.0
     rendered_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass
@@ -83,6 +87,8 @@ class TokenMemory:
     ) -> MessageNode:
         """Add the turn that answered a prompt by the message ``reply``."""
         self.counters.turns += 1
+        self.counters.prompt_tokens += int(turn.meta_info.get("prompt_tokens") or 0)
+        self.counters.cached_tokens += int(turn.meta_info.get("cached_tokens") or 0)
         found = self.trajectory.find(prompt.chain)
         if found is not None and prompt.parent is None:
             self.counters.forks += 1

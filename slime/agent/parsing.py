@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +38,7 @@ _PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL
 _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 Call = dict[str, Any]
-"""``name``, and ``arguments``, an object."""
+"""``name``, and ``input``, an object."""
 Delta = tuple[str, str]
 """What new text is, "reasoning" or "content", and the text."""
 
@@ -48,14 +49,14 @@ class ParsedModelOutput:
 
     Attributes:
         reasoning: its thoughts.
-        content: what it says.
-        calls: the tools that it calls.
-        ill_formed: it began a call that cannot be read, which is part of ``content``.
+        text: what it says.
+        tool_uses: the tools that it calls.
+        ill_formed: it began a call that cannot be read, which is part of ``text``.
     """
 
     reasoning: str = ""
-    content: str = ""
-    calls: list[Call] = field(default_factory=list)
+    text: str = ""
+    tool_uses: list[Call] = field(default_factory=list)
     ill_formed: bool = False
 
 
@@ -144,35 +145,20 @@ class Splitter:
             setattr(self, part, before + text)
 
 
-def parse_model_output(
-    text: str,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    *,
-    opened: bool = False,
-    parser: str | None = TAGS,
-    read: Callable[[str], list[Call]] | None = None,
-) -> ParsedModelOutput:
-    """A whole turn; ``tools`` in OpenAI's form. Without ``read`` tool calls are those of `TAGS`."""
-    splitter = Splitter(opened=opened, marker=MARKERS.get(parser, "") if tools and parser else None)
-    splitter.feed(text)
-    splitter.finish()
-    return parsed(splitter, read or (lambda calls: parse_tool_uses(calls, tools)))
-
-
 def parsed(splitter: Splitter, read: Callable[[str], list[Call]]) -> ParsedModelOutput:
     """What a splitter has found, with its calls as ``read`` reads them, which raises ValueError where it cannot."""
     result = ParsedModelOutput(splitter.reasoning, splitter.content)
     if splitter.calls:
         try:
-            result.calls = read(splitter.calls)
+            result.tool_uses = read(splitter.calls)
         except ValueError:
             result.ill_formed = True
-        if not result.calls:
-            result.content += ("\n" if result.content else "") + splitter.calls
+        if not result.tool_uses:
+            result.text += ("\n" if result.text else "") + splitter.calls
     return result
 
 
-def parse_tool_uses(text: str, tools: Iterable[Mapping[str, Any]] | None = None) -> list[Call]:
+def tagged_calls(text: str, tools: Iterable[Mapping[str, Any]] | None = None) -> list[Call]:
     """The calls in a text of `TAGS`, each a JSON object, or Qwen's or GLM's tags; ValueError where one cannot be read.
     Values of tags are text; those that the tool's schema says are none are JSON, where they can be read as such."""
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools or ()}
@@ -185,8 +171,52 @@ def parse_tool_uses(text: str, tools: Iterable[Mapping[str, Any]] | None = None)
     return calls
 
 
-parse_xml_tool_uses = parse_tool_uses
-"""Upstream's name."""
+def parse_model_output(
+    raw_output: str,
+    *,
+    tools_schema: Sequence[Mapping[str, Any]] | None,
+    tool_parser_name: str | None,
+    reasoning_parser_name: str | None,
+) -> ParsedModelOutput:
+    """A whole turn, by upstream's name and form: thoughts between ``<think>`` and ``</think>`` where there is a
+    reasoning parser, calls of `TAGS`. ValueError for another tool parser: engines have those."""
+    if reasoning_parser_name is None:
+        text, uses, ill_formed = parse_tool_uses(raw_output, tools_schema, tool_parser_name)
+        return ParsedModelOutput("", text.strip(), uses, ill_formed)
+    splitter = Splitter(opened=THOUGHT in raw_output and THINK not in raw_output, marker=None)
+    splitter.feed(raw_output)
+    splitter.finish()
+    text, uses, ill_formed = parse_tool_uses(splitter.content, tools_schema, tool_parser_name)
+    return ParsedModelOutput(splitter.reasoning, text.strip(), uses, ill_formed)
+
+
+def parse_tool_uses(
+    body_text: str, tools_schema: Sequence[Mapping[str, Any]] | None, tool_parser_name: str | None
+) -> tuple[str, list[Call], bool]:
+    """The words of a text without its calls, the calls, and whether one cannot be read, which stays among the words."""
+    if tool_parser_name not in (None, TAGS, *_OF_TAGS):
+        raise ValueError(f"tool parser {tool_parser_name!r} is an engine's: a session of the gateway asks one")
+    words, begins, calls = body_text.partition(CALL)
+    if not tools_schema or not begins:
+        return body_text, [], False
+    try:
+        uses = tagged_calls(begins + calls, tools_schema)
+    except ValueError:
+        return body_text, [], True
+    return words + calls.rpartition(CALL_END)[2], uses, False
+
+
+def parse_xml_tool_uses(body_text: str, tools_schema: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
+    """The words of a text without its calls of tools that there are, and these calls."""
+    known = {tool["function"]["name"] for tool in tools_schema}
+    words, uses = [], []
+    for part in re.split(f"({CALL}.*?{CALL_END})", body_text, flags=re.DOTALL):
+        found: list[Call] = []
+        with contextlib.suppress(ValueError):
+            found = [call for call in tagged_calls(part, tools_schema) if call["name"] in known]
+        uses += found
+        words += [] if found else [part]
+    return "".join(words), uses
 
 
 def _call(body: str, schemas: Mapping[str, Any]) -> Call:
@@ -203,7 +233,7 @@ def _call(body: str, schemas: Mapping[str, Any]) -> Call:
         arguments = {key.strip(): _value(text, schemas.get(name, {}), key.strip()) for key, text in pairs}
     if not isinstance(name, str) or not re.fullmatch(r"[^\s<>]+", name) or not isinstance(arguments, dict):
         raise ValueError("a tool call has no name, or its arguments are no object")
-    return {"name": name, "arguments": arguments}
+    return {"name": name, "input": arguments}
 
 
 def _value(text: str, schema: Mapping[str, Any], key: str) -> Any:

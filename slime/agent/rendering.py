@@ -50,6 +50,10 @@ _AFTER_CALLS: tuple[tuple[list[dict[str, Any]], Messages], ...] = (
 )
 
 
+class _MovedError(RowError):
+    """What was said behind a turn is not written there."""
+
+
 class TurnRenderer:
     """Renders prompts by a tokenizer's chat template."""
 
@@ -86,7 +90,10 @@ class TurnRenderer:
             return None
         named = [_without_arguments(call) for call in calls or []]
         shielded, unshield = self._shielded(appended)
-        text = self._behind(template, [_USER], named, shielded, tools or None, warns=True)
+        try:
+            text = self._behind(template, [_USER], named, shielded, tools or None, warns=True)
+        except _MovedError:
+            return None
         return self._joined(template, text, output, unshield)
 
     def why_not(self, tools: bool = False) -> str:
@@ -129,6 +136,9 @@ class TurnRenderer:
         messages = template.prepared([*before, turn, *appended], warns=warns)
         said = template.marked(messages, tools, generation_prompt=True)
         piece, (_, end) = _piece(said, len(before)), said.pieces[len(before)]
+        for number, message in enumerate(appended, len(before) + 1):
+            if message["role"] == "system" and said.pieces.get(number, (0, 0))[0] < end:
+                raise _MovedError("the chat template has a later system message at the beginning")
         closing = self._closing(template) if calls else piece.rpartition(_MARK)[2]
         if not piece.endswith(closing):
             raise RowError("a turn that calls tools does not end as others do")

@@ -8,7 +8,6 @@ OpenAI-compatible server, of this session alone. What the model says there is wh
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import functools
@@ -26,10 +25,12 @@ from slime.agent.rendering import TurnRenderer
 from slime.agent.session import Budget, Session
 from slime.data import Sample, Status
 from slime.data.rows.tokenizer import load_tokenizer
+from slime.options.serving.agents import GENERATE
 from slime.rollout.engine.state import is_ending
 from slime.rollout.runtime import current
 from slime.rollout.user.hooks import accepted, call_hook
 from slime.utils.errors import SlimeError
+from slime.utils.http_utils import host_ip, is_own_address
 from slime.utils.misc import load_function
 
 _FLAG = "--custom-agent-function-path"
@@ -40,16 +41,6 @@ _CLOSE_S = 5.0
 
 class AgentError(SlimeError, RuntimeError):
     """An agent that did nothing that could be trained."""
-
-
-def add_arguments(parser: argparse._ArgumentGroup) -> None:
-    """Flags of agents; slime adds them because a ``--custom-generate-function-path`` names this module."""
-    parser.add_argument("--custom-agent-function-path", help="async (base_url, prompt, request_kwargs, metadata)")
-    parser.add_argument("--agent-max-turns", type=int, default=0, help="Answers of one session; 0: any number.")
-    parser.add_argument("--agent-max-tokens", type=int, default=0, help="Tokens that one session generates; 0: any.")
-    parser.add_argument("--agent-max-seconds", type=float, default=0.0, help="That one session is open; 0: any.")
-    parser.add_argument("--agent-host", help="Where the gateway listens; by default where the router does.")
-    parser.add_argument("--agent-port", type=int, default=0, help="Its port; 0: any that is free.")
 
 
 class AgentSession:
@@ -82,14 +73,15 @@ async def open_session(
     """Within the block, a session whose turns are requests of the sample's: they wait for places and weight updates as
     others do, and end with the rollout. Its samples are there after the block, too."""
     budget = budget or Budget(
-        turns=getattr(args, "agent_max_turns", 0),
-        tokens=getattr(args, "agent_max_tokens", 0),
+        turns=args.agent_max_turns,
+        tokens=args.agent_max_tokens,
         context=args.rollout_max_context_len or 0,
-        seconds=getattr(args, "agent_max_seconds", 0.0),
+        seconds=args.agent_max_seconds,
     )
     kwargs = json.dumps(sample.apply_chat_template_kwargs or args.apply_chat_template_kwargs or {})
     renderer, parser = await asyncio.to_thread(_renderer, args.hf_checkpoint, kwargs)
-    parser = getattr(args, "sglang_tool_call_parser", None) or parser
+    if (given := getattr(args, "sglang_tool_call_parser", None)) not in (None, "auto"):
+        parser = given
     engine = InRollout(args, sample)
     session = Session(engine, renderer, parser=parser, params=sampling_params, budget=budget)
     gateway, handle = await asyncio.to_thread(_gateway, args)
@@ -108,11 +100,10 @@ async def generate(
     that of all its samples; else they are rewarded as others are. In an evaluation the last path alone counts."""
     path = args.custom_agent_function_path
     if path is None:
-        raise AgentError(f"slime.agent.rollout.generate needs {_FLAG}")
-    if args.apply_chat_template:
-        raise AgentError("--apply-chat-template: leave it out, agents get prompts as rows have them")
+        raise AgentError(f"{GENERATE} needs {_FLAG}")
     function = load_function(path, flag=_FLAG, default_names=("run", "agent"))
-    asked = {"model": _MODEL, "max_tokens": sampling_params["max_new_tokens"]}
+    room = sampling_params["max_new_tokens"]
+    asked = {"model": _MODEL} | ({} if room is None else {"max_tokens": room})
     metadata = {"label": sample.label, **sample.metadata}
     async with open_session(args, sample, sampling_params) as session:
         known = accepted(function, sample=sample, session=session, evaluation=evaluation)
@@ -127,6 +118,8 @@ async def generate(
     if session.aborted or is_ending():
         sample.status = Status.ABORTED
         return sample
+    if not isinstance(result, dict | None):
+        raise AgentError(f"{_FLAG} {path}: it must return None or a dict, not {result!r:.80}")
     result = result or {}
     parts = session.samples(sample, result.get("reward"))
     if not parts:
@@ -155,7 +148,8 @@ def _gateway(args: Namespace) -> tuple[Gateway, AppHandle]:
         found = runtime.services.get("agent gateway")
         if found is None:
             gateway = Gateway()
-            host = getattr(args, "agent_host", None) or args.sglang_router_ip
-            handle = run_app_in_thread(gateway.app(), host, getattr(args, "agent_port", 0))
+            router = args.sglang_router_ip
+            host = args.agent_host or (router if is_own_address(router) else host_ip())
+            handle = run_app_in_thread(gateway.app(), host, args.agent_port)
             found = runtime.services["agent gateway"] = gateway, handle
         return found

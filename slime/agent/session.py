@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from slime.agent.memory import Prompt, TokenMemory
-from slime.agent.parsing import MARKERS, TAGS, THINK, Call, Delta, ParsedModelOutput, Splitter, parse_tool_uses, parsed
+from slime.agent.parsing import MARKERS, TAGS, THINK, Call, Delta, ParsedModelOutput, Splitter, parsed, tagged_calls
 from slime.agent.rendering import TurnRenderer
 from slime.agent.trajectory import TurnRecord
 from slime.data import Sample
@@ -127,7 +127,8 @@ class Session:
         which the client may set those that ``clients`` names, and ask for fewer than ``max_new_tokens``."""
         self.memory = TokenMemory(renderer)
         self._engine, self._parser, self._budget = engine, parser, budget
-        self._params = {"max_new_tokens": _MAX_NEW_TOKENS, **(params or {})}
+        given = {name: value for name, value in (params or {}).items() if value is not None}
+        self._params = {"max_new_tokens": budget.context or _MAX_NEW_TOKENS, **given}
         self._clients = frozenset(clients)
         self._opened, self._tokens, self._begun = time.monotonic(), 0, 0
         self._turns: set[asyncio.Task[Any]] = set()
@@ -161,11 +162,11 @@ class Session:
         made = await self._engine.generate(prompt.ids, params, text.add if on_delta else None)
         self._tokens += len(made.ids)
         result = await self._read(text, made, request)
-        message: dict[str, Any] = {"role": "assistant", "content": result.content}
+        message: dict[str, Any] = {"role": "assistant", "content": result.text}
         if result.reasoning:
             message["reasoning_content"] = result.reasoning
-        if result.calls:
-            message["tool_calls"] = [_as_openai(call) for call in result.calls]
+        if result.tool_uses:
+            message["tool_calls"] = [_as_openai(call) for call in result.tool_uses]
         return self._reply(prompt, request, made, message, ill_formed=result.ill_formed)
 
     def _splitter(self, prompt: Prompt, request: TurnRequest) -> Splitter:
@@ -180,14 +181,14 @@ class Session:
         tools, parser = request.tools or [], self._parser
         assert parser is not None
         if MARKERS.get(parser) == MARKERS[TAGS]:
-            result = parsed(splitter, lambda calls: parse_tool_uses(calls, tools))
+            result = parsed(splitter, lambda calls: tagged_calls(calls, tools))
         else:
             found: list[Call] = []
             with contextlib.suppress(ValueError):
                 found = await self._engine.read_calls(parser, splitter.calls, tools)
             result = parsed(splitter, lambda calls: found)
             result.ill_formed = not found and bool(MARKERS.get(parser))
-        text.tell(result.content)
+        text.tell(result.text)
         return result
 
     def _reply(
@@ -290,6 +291,6 @@ class _Text:
 
 
 def _as_openai(call: Call) -> dict[str, Any]:
-    arguments = json.dumps(call["arguments"], ensure_ascii=False)
+    arguments = json.dumps(call["input"], ensure_ascii=False)
     function = {"name": call["name"], "arguments": arguments}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

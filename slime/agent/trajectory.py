@@ -234,8 +234,9 @@ class TrajectoryManager:
     """The trajectories of sessions whose prompts somebody else renders."""
 
     def __init__(self, fork_threshold_tokens: int = 1024) -> None:
-        """A prompt that differs from the conversation's tokens within those of its last answer is realigned where no
-        more than ``fork_threshold_tokens`` are behind the difference: these are not trained then. Else it is a fork."""
+        """A prompt that differs from the conversation's tokens within those of its last answer is realigned where
+        fewer than ``fork_threshold_tokens`` are behind the difference: these are not trained then. Else it is a
+        fork."""
         self._threshold = fork_threshold_tokens
         self._sessions: dict[str, Trajectory] = {}
 
@@ -257,18 +258,20 @@ class TrajectoryManager:
         *,
         turn: TurnRecord,
         prompt_messages: Messages,
-        response_message: dict[str, Any],
+        response_message: dict[str, Any] | None,
         metadata: Mapping[str, Any] | None = None,
     ) -> MessageNode:
-        """Add a turn, which answers ``prompt_messages`` by ``response_message``, to a session; it begins one."""
+        """Add a turn, which answers ``prompt_messages`` by ``response_message``, or nothing, to a session; it begins
+        one."""
         trajectory = self._sessions.setdefault(sid, Trajectory())
         chain, prompt = chain_of(prompt_messages), _array(turn.prompt_ids)
         parent, kept = trajectory.find_by_ids(prompt), None
         found = trajectory.find(chain)
         if found is not None and found[0] is not parent and (shared := self._realigned(found[0], prompt)) is not None:
             parent, kept = found[0], shared
-        key = chain.with_reply(response_message)
-        return trajectory.add(turn, parent, key=key, kept=kept, reply=response_message, metadata=metadata)
+        reply = response_message or {}
+        key = chain.with_reply(reply)
+        return trajectory.add(turn, parent, key=key, kept=kept, reply=reply, metadata=metadata)
 
     def _realigned(self, node: MessageNode, prompt: np.ndarray) -> int | None:
         """How many tokens of a turn's output a prompt that drifts from it keeps; None where it drifts elsewhere."""
@@ -276,7 +279,7 @@ class TrajectoryManager:
         differs = np.flatnonzero(path[: len(prompt)] != prompt[: len(path)])
         shared = int(differs[0]) if len(differs) else min(len(path), len(prompt))
         start = node.length - len(node.output)
-        return shared - start if shared >= start and node.length - shared <= self._threshold else None
+        return shared - start if shared >= start and node.length - shared < self._threshold else None
 
     def get_trajectory(
         self,
@@ -287,9 +290,10 @@ class TrajectoryManager:
         extra_metadata: Mapping[str, Any] | None = None,
         max_sample_tokens: int = 0,
     ) -> list[Sample]:
-        """The samples of a session (`Trajectory.samples`), none of one that is not there."""
-        trajectory = self._sessions.get(sid)
+        """End a session: its samples (`Trajectory.samples`) on which the model has said something; none of a session
+        that is not there."""
+        trajectory = self._sessions.pop(sid, None)
         samples = [] if trajectory is None else trajectory.samples(base_sample, reward, max_tokens=max_sample_tokens)
         for sample in samples:
             sample.metadata |= extra_metadata or {}
-        return samples
+        return [sample for sample in samples if sample.response_length]

@@ -41,6 +41,7 @@ from slime.options.hooks import HookOptions
 from slime.options.lora import LoraOptions, settle_lora_sync
 from slime.options.mtp import check_heads_training
 from slime.options.rollout import EngineOptions, RewardOptions, RolloutOptions
+from slime.options.serving.agents import AgentOptions
 from slime.options.serving.overrides import engine_flags
 from slime.options.serving.reward_model import REWARD_ARGS, find_reward_model
 from slime.options.serving.sglang_config import find_models, read_models
@@ -57,6 +58,7 @@ GROUPS: tuple[type, ...] = (
     WeightUpdateOptions,
     RolloutOptions,
     RewardOptions,
+    AgentOptions,
     EngineOptions,
     AsyncOptions,
     DataOptions,

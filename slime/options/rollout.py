@@ -35,7 +35,7 @@ def generates_itself(path: str | None) -> bool:
     return path is None or path.replace(":", ".") in (DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT)
 
 
-def _written(*paths: str) -> str:
+def written(*paths: str) -> str:
     """A term's values for functions, whose paths may have a colon before the name."""
     return "|".join(f"{path}|{':'.join(path.rsplit('.', 1))}" for path in paths)
 
@@ -214,26 +214,26 @@ RULES = (
     Rule(
         "partial_rollout buffer_filter_path",
         "needs a buffer, which is not in",
-        f"data_source_path={_written(*_WITHOUT_BUFFER)}",
+        f"data_source_path={written(*_WITHOUT_BUFFER)}",
     ),
     Rule(
         "@over_sampling_batch_size @dynamic_sampling_filter_path @partial_rollout @mask_offpolicy_in_partial_rollout",
         "is for slime's own rollouts:",
-        f"rollout_function_path!={_written(DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT)}",
+        f"rollout_function_path!={written(DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT)}",
         " would not heed it",
     ),
     Rule(
-        f"rollout_function_path={_written(FULLY_ASYNC_ROLLOUT)}",
+        f"rollout_function_path={written(FULLY_ASYNC_ROLLOUT)}",
         "generates while the trainer trains: use train_async.py",
         when="!asynchronous",
     ),
     Rule(
-        f"rollout_function_path={_written(FULLY_ASYNC_ROLLOUT)}",
+        f"rollout_function_path={written(FULLY_ASYNC_ROLLOUT)}",
         "generates ahead: give --max-weight-staleness 1 or more",
         when="asynchronous max_weight_staleness=0",
     ),
     Rule(
-        f"rollout_function_path={_written(FULLY_ASYNC_ROLLOUT)}",
+        f"rollout_function_path={written(FULLY_ASYNC_ROLLOUT)}",
         "always has as many groups under way as --max-weight-staleness allows, and would not heed",
         "over_sampling_batch_size",
         ": drop it",

@@ -14,8 +14,9 @@ _HTTP = "slime.utils.http_utils.post and get open and close their client themsel
 _ENGINES = "slime.rollout.sglang_rollout.get_model_url says where the router answers"
 _PORTS = "bind port 0 of a socket, and ask it for its number"
 _ELSEWHERE = {
-    "slime.agent.adapters.OpenAIAdapter": "slime.agent.rollout.open_session serves agents (docs/agents.md)",
-    "slime.agent.adapters.AnthropicAdapter": "slime.agent.rollout.open_session serves agents (docs/agents.md)",
+    "slime.agent.adapters.anthropic": "slime.agent.adapters has AnthropicAdapter",
+    "slime.agent.adapters.common": "slime.agent.adapters has BaseAdapter, slime.agent.trajectory TurnRecord",
+    "slime.agent.adapters.openai": "slime.agent.adapters has OpenAIAdapter",
     "slime.backends.megatron_utils": "a custom loss is given what it needs, see docs/algorithms.md",
     "slime.observability.trace_utils": _TRACES,
     "slime.observability.trace_viewer": _TRACES,

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
+import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime.agent.harness.mini_agent import DONE, FULL
+from slime.agent.rollout import AgentSession, open_session
+from slime.backends.sglang.engine import Engine
+from slime.backends.sglang.router import Router
 from slime.data import Sample, Status
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.runtime import RolloutRuntime
+from slime.rollout.runtime import RolloutRuntime, current
 from slime.rollout.sglang_rollout import generate_rollout
 from tests.integration.tiny import KEYS, Service, log_probs_of
 from tests.small_rollout import CHATML
@@ -163,3 +169,108 @@ def test_an_agent_in_a_sandbox_reaches_the_model_by_its_session(
         assert said["content"] == tokenizer.decode(ids).lstrip("\n")
         assert sample.loss_mask == [1] * sample.response_length
         assert sample.weight_versions
+
+
+_LONG = 400
+"""Tokens of a turn that something happens to."""
+_UNBROKEN: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": _LONG, "ignore_eos": True}
+
+
+async def _heard(session: AgentSession, after: Callable[[], Awaitable[None]] | None = None) -> str:
+    """A streamed turn, as a client hears it; once it has begun, ``after`` is awaited."""
+    text, finish = "", None
+    messages: Any = [{"role": "user", "content": "?"}]
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key="any", max_retries=0) as client:
+        async for chunk in await client.chat.completions.create(model="m", messages=messages, stream=True):
+            text += chunk.choices[0].delta.content or ""
+            finish = chunk.choices[0].finish_reason
+            if after is not None and len(text) > 10:
+                await after()
+                after = None
+    assert finish == "length"
+    return text
+
+
+def _check_one_turn(args: Namespace, session: AgentSession, heard: str, model_dir: Path) -> Sample:
+    """The session's only sample: what was heard, each token trained once with the log-prob that the model gives it."""
+    (sample,) = session.samples(Sample(index=0), reward=1.0)
+    ids = sample.tokens[-sample.response_length :]
+    special = AutoTokenizer.from_pretrained(args.hf_checkpoint)
+    assert heard == special.decode(ids).lstrip("\n")
+    assert sample.loss_mask == [1] * _LONG
+    assert sum(sample.segment_lengths) == _LONG
+    model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
+    expected = log_probs_of(model, sample.tokens[:-_LONG], ids).tolist()
+    assert sample.rollout_log_probs is not None
+    assert max(abs(a - b) for a, b in zip(sample.rollout_log_probs, expected, strict=True)) < 1e-4
+    return sample
+
+
+@pytest.mark.full
+def test_a_turn_goes_on_behind_a_push_which_others_wait_for(
+    served: Namespace, service: Service, tiny_model_dir: Path
+) -> None:
+    runtime = current()
+    assert runtime is not None
+
+    def push() -> None:  # of weights that are the same, so that log-probs can be compared
+        service.control.pause()
+        service.control.flush_cache()
+        service.control.set_weight_version("7")
+        service.control.continue_()
+
+    async def run() -> None:
+        async with (
+            open_session(served, Sample(index=0), _UNBROKEN) as first,
+            open_session(served, Sample(index=1), _UNBROKEN) as second,
+        ):
+            waiting: list[asyncio.Task[str]] = []
+
+            async def pushed() -> None:
+                runtime.pause_generation()
+                waiting.append(asyncio.create_task(_heard(second)))
+                await asyncio.to_thread(push)
+                assert not waiting[0].done()
+                await runtime.resume_generation(7)
+
+            heard = await _heard(first, pushed)
+            later = await waiting[0]
+        sample = _check_one_turn(served, first, heard, tiny_model_dir)
+        assert sample.weight_versions == ["default", "7"]
+        assert min(sample.segment_lengths) > 0
+        sample = _check_one_turn(served, second, later, tiny_model_dir)
+        assert sample.weight_versions == ["7"], "it was asked for while nothing was generated"
+
+    asyncio.run(run())
+
+
+@pytest.mark.full
+def test_a_turn_whose_engine_dies_goes_on_at_another(
+    served: Namespace, service: Service, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    engine = Engine(service.args, 1, "127.0.0.1", KEYS, tmp_path / "engine_1.log", None)
+    router = Router(service.args, "127.0.0.1", KEYS, tmp_path / "router.log")
+
+    def die() -> None:
+        router.add(service.engine.url)
+        router.wait_registered([engine.url, service.engine.url], timeout=60)
+        assert engine._process is not None
+        for process in psutil.Process(engine._process.pid).children(recursive=True):
+            process.kill()
+
+    async def run() -> None:
+        async with open_session(served, Sample(index=0), _UNBROKEN) as session:
+            heard = await _heard(session, lambda: asyncio.to_thread(die))
+        sample = _check_one_turn(served, session, heard, tiny_model_dir)
+        assert len(sample.segment_lengths) == 2, "one part by each engine"
+
+    try:
+        engine.start()
+        router.start()
+        router.add(engine.url)
+        router.wait_registered([engine.url], timeout=60)
+        served.sglang_router_port = int(router.url.rpartition(":")[2])
+        asyncio.run(run())
+    finally:
+        router.stop()
+        engine.stop()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+import aiohttp
+
 from slime.data import Sample
 
 
@@ -116,3 +118,17 @@ def before_train_step(
 
 def post_write(args: Namespace, version_dir: str, rollout_engines: list[Any]) -> None:
     """--custom-update-weight-post-write-path."""
+
+
+async def run_agent(
+    base_url: str, prompt: str, request_kwargs: dict[str, Any], metadata: dict[str, Any]
+) -> dict[str, Any]:
+    """--custom-agent-function-path: two turns, and whether the second one has the answer."""
+    messages = [{"role": "user", "content": prompt}]
+    async with aiohttp.ClientSession() as client:
+        for _ in range(2):
+            body = {"messages": messages, **request_kwargs}
+            async with client.post(f"{base_url}/chat/completions", json=body, raise_for_status=True) as reply:
+                said = (await reply.json())["choices"][0]["message"]
+            messages += [said, {"role": "user", "content": "Are you sure?"}]
+    return {"reward": float(str(metadata["label"]) in said["content"]), "metadata": {"turns": 2}}

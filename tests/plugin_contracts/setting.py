@@ -19,6 +19,7 @@ from slime.options.checks.hook_paths import load_hooks
 from slime.options.eval_datasets import eval_datasets
 from slime.options.flags.parser import StrictParser
 from slime.options.flags.schema import add_options
+from slime.options.serving.agents import GENERATE
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.engine.generation import prompt_tokens
 from slime.rollout.sampling import eval_sampling_params
@@ -42,6 +43,7 @@ _TRAINER = {
 }
 
 _IMPLIED: dict[str, dict[str, Any]] = {
+    "custom_agent_function_path": {"custom_generate_function_path": GENERATE},
     "custom_loss_function_path": {"loss_type": "custom_loss"},
     "custom_tis_function_path": {"use_tis": True},
 }

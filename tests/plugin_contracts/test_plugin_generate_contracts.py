@@ -1,6 +1,7 @@
 """Contracts of functions that generate one sample, with tools and several turns; as a program it checks yours.
 
     python tests/plugin_contracts/test_plugin_generate_contracts.py --custom-generate-function-path my_env.py:generate
+    python tests/plugin_contracts/test_plugin_generate_contracts.py --custom-agent-function-path my_agent.py:run
 
 The model's part is played by a stand-in that answers with the texts of ``--contract-answers``.
 """
@@ -33,6 +34,7 @@ from tests.plugin_contracts.setting import eval_params, make_source
 NUM_GPUS = 0
 
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+_PLUGINS = Path(__file__).resolve().parent / "plugins.py"
 _APPEND = (
     "append the engine's tokens by sample.append_response_tokens(args, tokens=..., log_probs=..., meta_info=...), and "
     "what a tool says by trainable=False; text is never tokenised again"
@@ -212,6 +214,13 @@ CONTRACTS = (
             *(check_sample, check_engine_tokens, check_split_tokens, check_group, check_evaluation),
             *(check_interruption, check_truncation),
         ),
+    ),
+    Contract(
+        "--custom-agent-function-path",
+        (f"{_PLUGINS}:run_agent",),
+        "ask the model at base_url, an OpenAI-compatible server, for one turn or more, and return None or a dict that "
+        "may have reward and metadata",
+        (check_engine_tokens, check_split_tokens, check_group, check_evaluation, check_interruption),
     ),
 )
 

@@ -65,7 +65,8 @@ class Engine:
 
     async def read_calls(self, parser: str, text: str, tools: Any) -> list[Any]:
         assert parser == "llama3"
-        return [json.loads(text.removeprefix("<|python_tag|>"))]
+        call = json.loads(text.removeprefix("<|python_tag|>"))
+        return [{"name": call["name"], "input": call["arguments"]}]
 
 
 def session(renderer: TurnRenderer, *answers: str, reason: str = "stop", **options: Any) -> tuple[Session, Engine]:
@@ -354,6 +355,12 @@ def test_an_image_that_a_tool_has_read_is_left_out_and_the_agent_goes_on(rendere
     assert "c2VjcmV0" not in text
 
 
+def test_what_claude_code_says_as_the_system_in_between_is_said_by_the_user(renderer: TurnRenderer) -> None:
+    given = [*ASK, {"role": "system", "content": "Skills: a."}, {"role": "user", "content": "Go on."}]
+    text = asked_text(renderer, "messages", {"messages": given, "max_tokens": 9})
+    assert "<|im_start|>user\n<system-reminder>\nSkills: a.\n</system-reminder><|im_end|>" in text
+
+
 def test_claude_code_finds_somebody_at_the_address(renderer: TurnRenderer) -> None:
     async def use(url: str, key: str) -> None:
         async with aiohttp.ClientSession() as client, client.head(url) as reply:
@@ -502,17 +509,7 @@ def test_calls_of_another_form_are_read_by_the_engine(renderer: TurnRenderer) ->
     of_openai(made, use)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"custom_agent_function_path": None}, "needs --custom-agent-function-path"),
-        (
-            {"custom_agent_function_path": "a.py:run", "apply_chat_template": True},
-            "--apply-chat-template: leave it out",
-        ),
-    ],
-)
-def test_what_an_agent_cannot_be_run_with_is_said(options: dict[str, Any], words: str) -> None:
-    args = Namespace(**{"apply_chat_template": False, **options})
-    with pytest.raises(AgentError, match=words):
-        asyncio.run(generate(args, Sample(), {"max_new_tokens": 1}))
+def test_an_evaluation_without_an_agent_is_told() -> None:
+    """Of training flags say so at once."""
+    with pytest.raises(AgentError, match="needs --custom-agent-function-path"):
+        asyncio.run(generate(Namespace(custom_agent_function_path=None), Sample(), {"max_new_tokens": 1}))

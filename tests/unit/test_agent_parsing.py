@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from slime.agent.parsing import MARKERS, ParsedModelOutput, Splitter, parse_model_output, parse_tool_uses, parser_of
+from slime.agent.parsing import (
+    MARKERS,
+    ParsedModelOutput,
+    Splitter,
+    parse_model_output,
+    parse_tool_uses,
+    parse_xml_tool_uses,
+    parsed,
+    parser_of,
+    tagged_calls,
+)
 from tests import chat_templates
 
 NUM_GPUS = 0
@@ -26,7 +36,16 @@ GLM_CALL = (
     "<tool_call>ls\n<arg_key>path</arg_key>\n<arg_value>1</arg_value>\n<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n"
     "</tool_call>"
 )
-CALL = {"name": "ls", "arguments": {"path": "1", "n": 2}}
+CALL = {"name": "ls", "input": {"path": "1", "n": 2}}
+
+
+def whole(
+    text: str, tools: Any = TOOLS, *, opened: bool = False, marker: str = MARKERS["tags"], read: Any = None
+) -> ParsedModelOutput:
+    splitter = Splitter(opened=opened, marker=marker if tools else None)
+    splitter.feed(text)
+    splitter.finish()
+    return parsed(splitter, read or (lambda calls: tagged_calls(calls, tools)))
 
 
 @pytest.mark.parametrize(
@@ -36,24 +55,24 @@ CALL = {"name": "ls", "arguments": {"path": "1", "n": 2}}
         (QWEN_CALL, [CALL]),
         (GLM_CALL, [CALL]),
         (f"{JSON_CALL}\n{QWEN_CALL} and {GLM_CALL}", [CALL] * 3),
-        ('<tool_call>{"name": "ls", "arguments": "{\\"n\\": 1}"}</tool_call>', [{"name": "ls", "arguments": {"n": 1}}]),
-        ('<tool_call>{"name": "ls"}</tool_call>', [{"name": "ls", "arguments": {}}]),
-        ("<tool_call>\n<function=ls>\n</function>\n</tool_call>", [{"name": "ls", "arguments": {}}]),
-        ("<tool_call>ls</tool_call>", [{"name": "ls", "arguments": {}}]),
+        ('<tool_call>{"name": "ls", "arguments": "{\\"n\\": 1}"}</tool_call>', [{"name": "ls", "input": {"n": 1}}]),
+        ('<tool_call>{"name": "ls"}</tool_call>', [{"name": "ls", "input": {}}]),
+        ("<tool_call>\n<function=ls>\n</function>\n</tool_call>", [{"name": "ls", "input": {}}]),
+        ("<tool_call>ls</tool_call>", [{"name": "ls", "input": {}}]),
         (
             '<tool_call><function=ls><parameter=o>{"a": [1]}</parameter>'
             "<parameter=n>x</parameter></function></tool_call>",
-            [{"name": "ls", "arguments": {"o": {"a": [1]}, "n": "x"}}],
+            [{"name": "ls", "input": {"o": {"a": [1]}, "n": "x"}}],
         ),
         (
             "<tool_call><function=cat><parameter=n>\n 2\n3\n</parameter></function></tool_call>",
-            [{"name": "cat", "arguments": {"n": " 2\n3"}}],
+            [{"name": "cat", "input": {"n": " 2\n3"}}],
         ),
         ("no call", []),
     ],
 )
 def test_calls_are_read_in_each_form(text: str, calls: list[Any]) -> None:
-    assert parse_tool_uses(text, TOOLS) == calls
+    assert tagged_calls(text, TOOLS) == calls
 
 
 @pytest.mark.parametrize(
@@ -71,8 +90,8 @@ def test_calls_are_read_in_each_form(text: str, calls: list[Any]) -> None:
 )
 def test_a_call_that_cannot_be_read_is_said_so_and_stays_words(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
-        parse_tool_uses(text, TOOLS)
-    assert parse_model_output(f"I look.\n{text}", TOOLS) == ParsedModelOutput("", f"I look.\n{text}", [], True)
+        tagged_calls(text, TOOLS)
+    assert whole(f"I look.\n{text}") == ParsedModelOutput("", f"I look.\n{text}", [], True)
 
 
 WHOLE: list[tuple[str, bool, Any, ParsedModelOutput]] = [
@@ -96,7 +115,7 @@ WHOLE: list[tuple[str, bool, Any, ParsedModelOutput]] = [
 def test_a_turn_is_the_same_whole_and_in_pieces(
     text: str, opened: bool, tools: Any, expected: ParsedModelOutput
 ) -> None:
-    assert parse_model_output(text, tools, opened=opened) == expected
+    assert whole(text, tools, opened=opened) == expected
     for seed in range(20):
         rng, told = random.Random(seed), {"reasoning": "", "content": ""}
         splitter, rest = Splitter(opened=opened, marker=MARKERS["tags"] if tools else None), text
@@ -107,9 +126,9 @@ def test_a_turn_is_the_same_whole_and_in_pieces(
             rest = rest[size:]
         for part, new in splitter.finish():
             told[part] += new
-        assert told == {"reasoning": expected.reasoning, "content": expected.content}
+        assert told == {"reasoning": expected.reasoning, "content": expected.text}
         assert told == {"reasoning": splitter.reasoning, "content": splitter.content}
-        assert bool(splitter.calls) == bool(expected.calls)
+        assert bool(splitter.calls) == bool(expected.tool_uses)
 
 
 def test_words_are_told_as_they_come() -> None:
@@ -130,9 +149,33 @@ def test_what_may_be_a_call_of_a_form_that_nobody_knows_is_kept_to_the_end() -> 
     def read(text: str) -> list[Any]:
         return [json.loads(text)] if text.startswith("{") else []
 
-    call = json.dumps(CALL)
-    assert parse_model_output(call, TOOLS, parser="new", read=read) == ParsedModelOutput("", "", [CALL])
-    assert parse_model_output("words", TOOLS, parser="new", read=read) == ParsedModelOutput("", "words")
+    assert whole(json.dumps(CALL), marker="", read=read) == ParsedModelOutput("", "", [CALL])
+    assert whole("words", marker="", read=read) == ParsedModelOutput("", "words")
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "expected"),
+    [
+        (f"<think>Hm.</think> I look. {JSON_CALL} ", "qwen3", ParsedModelOutput("Hm.", "I look.", [CALL])),
+        ("Hm.</think>I look.", "qwen3", ParsedModelOutput("Hm.", "I look.")),
+        ("<think>Hm.</think>I look.", None, ParsedModelOutput("", "<think>Hm.</think>I look.")),
+        ("a <tool_call>{", None, ParsedModelOutput("", "a <tool_call>{", [], True)),
+    ],
+)
+def test_a_whole_turn_is_parsed_by_upstreams_names(
+    text: str, reasoning: str | None, expected: ParsedModelOutput
+) -> None:
+    how: dict[str, Any] = {"tool_parser_name": "qwen25", "reasoning_parser_name": reasoning}
+    assert parse_model_output(text, tools_schema=TOOLS, **how) == expected
+    assert not parse_model_output(text, tools_schema=None, **how).tool_uses
+
+
+def test_calls_of_tools_that_are_not_there_stay_words() -> None:
+    other = QWEN_CALL.replace("=ls>", "=rm>")
+    assert parse_xml_tool_uses(f"a {other} b {QWEN_CALL} c", TOOLS) == (f"a {other} b  c", [CALL])
+    assert parse_tool_uses(f"a {QWEN_CALL} c", TOOLS, None) == ("a  c", [CALL], False)
+    with pytest.raises(ValueError, match="tool parser 'llama3' is an engine's"):
+        parse_tool_uses("", TOOLS, "llama3")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ SINGLETON = "functools.cache on a function that makes the object gives one a pro
         ("import slime.utils.misc as U\nSTATE = U.SingletonMeta", SINGLETON),
         ("import slime.observability.trace_utils", "docs/traces.md"),
         ("from slime.rollout.sample_hooks import anything", "--rollout-sample-hook-path"),
-        ("from slime.agent.adapters import OpenAIAdapter", "docs/agents.md"),
+        ("from slime.agent.adapters.common import TurnRecord", r"slime\.agent\.trajectory TurnRecord"),
     ],
 )
 def test_a_file_that_needs_them_does_not_load(tmp_path: Path, statement: str, hint: str) -> None:

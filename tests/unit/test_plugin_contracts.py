@@ -39,6 +39,10 @@ _AGAIN = (
     "    s.reset_response()\n    s.status = s.Status.COMPLETED\n"
     "    tokens = tokenizer(tokenizer.decode(response[len(s.tokens):]), add_special_tokens=False)['input_ids']\n"
 )
+_AGENT = (
+    "from tests.plugin_contracts.plugins import run_agent\n"
+    "async def f(url, prompt, asked, metadata):\n    await run_agent(url, prompt, asked, metadata)\n"
+)
 _GROUPS = (
     "from slime.data import Sample\n"
     "def groups(args, source):\n"
@@ -137,6 +141,10 @@ MISTAKES: list[tuple[str, str, str]] = [
         "    s.rollout_id = 5\n    return s",
         "it set rollout_id, by which slime counts, and they were put back",
     ),
+    # an agent
+    ("--custom-agent-function-path", "async def f(base_url, prompt): pass", "too many positional arguments"),
+    ("--custom-agent-function-path", "async def f(url, prompt, asked, metadata): pass", "the agent of sample 0 had no"),
+    ("--custom-agent-function-path", _AGENT + "    return 1.0", "it must return None or a dict, not 1.0"),
     # data, filters, rewards
     ("--data-source-path", "class f:\n    def __init__(self): pass", "too many positional arguments"),
     (

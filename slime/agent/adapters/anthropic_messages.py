@@ -83,7 +83,10 @@ def _messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             words.append(not_text(block))
         elif kind != "redacted_thinking":
             raise ValueError(f"a block of type {kind!r} in a message of the {role} is not served: only text is")
-    said: dict[str, Any] = {"role": role, "content": "\n".join(words) if role == "user" else "".join(words)}
+    text = "".join(words) if role == "assistant" else "\n".join(words)
+    if role == "system":  # Claude Code's, in mid conversation, where templates may have none
+        role, text = "user", f"<system-reminder>\n{text}\n</system-reminder>"
+    said: dict[str, Any] = {"role": role, "content": text}
     if thoughts:
         said["reasoning_content"] = "".join(thoughts)
     if calls:

@@ -21,6 +21,7 @@ from slime.options.eval_datasets import RULES as EVAL_RULES
 from slime.options.flags.schema import flag_named
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT, generates_itself
 from slime.options.rules import Rule, check
+from slime.options.serving.agents import check_agents
 from slime.options.serving.external import settle_external_engines
 from slime.options.serving.reward_model import derive_reward_model
 from slime.options.serving.sglang_config import generating, settle_models
@@ -62,7 +63,7 @@ def derive_all(args: Namespace, warnings: list[str], reasons: Reasons) -> SavedM
     reasons.of(check_rewards, args)
     reasons.of(derive_reward_model, args, warnings)
     resumed: SavedModel | None = reasons.of(derive_checkpoints, args)
-    for rule in (derive_templates, check_exports, check_profile, _weight_update):
+    for rule in (derive_templates, check_exports, check_profile, _weight_update, check_agents):
         reasons.of(rule, args)
     reasons.of(check_staleness, args, warnings)
     return resumed

@@ -107,10 +107,12 @@ def agent_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return {
         "agent/turns": total["turns"] / len(figures),
         "agent/forks": total["forks"] / len(figures),
+        "agent/tito_mismatch_rate": sum(each["forks"] > 0 for each in figures) / len(figures),
         "agent/realigned_tokens": total["rendered_again"] / len(figures),
         "agent/trained_ratio": sum(sample.effective_response_length for sample in samples) / said if said else 0.0,
         "agent/samples": len(samples) / len(figures),
         "agent/tokenization_ms": 1000 * total["render_seconds"] / total["turns"] if total["turns"] else 0.0,
+        "agent/prefix_cache_hit_rate": total["cached_tokens"] / max(1.0, total["prompt_tokens"]),
     }
 
 

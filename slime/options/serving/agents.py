@@ -1,0 +1,77 @@
+"""Agents: the function that is one, what its session may take, and where the gateway listens."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from argparse import Namespace
+from dataclasses import dataclass
+
+from slime.options.errors import OptionError
+from slime.options.flags.schema import option
+from slime.options.rollout import DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT, written
+from slime.options.rules import Rule, check
+from slime.utils.calls import Call
+
+GENERATE = "slime.agent.rollout.generate"
+"""What opens a session of the gateway for each sample, and has the agent talk to it."""
+_BY_PATH = f"custom_generate_function_path={written(GENERATE)}"
+_OWN_ROLLOUTS = written(DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT)
+_EVERY_INTERFACE = ("0.0.0.0", "::")
+
+
+@dataclass
+class AgentOptions:
+    """Agents: sessions of the gateway, which agents talk to."""
+
+    custom_agent_function_path: str | None = option(
+        None,
+        f"Function (base_url, prompt, request_kwargs, metadata) that is the agent of --custom-generate-function-path "
+        f"{GENERATE}: it talks to the model at that address.",
+        hook=("run", "agent"),
+        call=(
+            Call(
+                "base_url, prompt, request_kwargs, metadata, *, sample=None, session=None, evaluation=False",
+                "dict | None",
+                is_async=True,
+            ),
+        ),
+    )
+    agent_max_turns: int = option(0, "Answers of one session at most; 0 is any number.", at_least=0)
+    agent_max_tokens: int = option(0, "Tokens that one session generates at most; 0 is any number.", at_least=0)
+    agent_max_seconds: float = option(0.0, "That one session answers for at most; 0 is any time.", at_least=0)
+    agent_host: str | None = option(
+        None, "Address of this host at which agents reach the gateway; by default the router's."
+    )
+    agent_port: int = option(0, "The gateway's port; 0 is any that is free.", at_least=0, at_most=65535)
+
+
+RULES = (
+    Rule(
+        "custom_agent_function_path @agent_max_turns @agent_max_tokens @agent_max_seconds @agent_host @agent_port",
+        "has no effect without",
+        f"custom_generate_function_path eval_config @eval_function_path rollout_function_path!={_OWN_ROLLOUTS}",
+        ": nothing opens sessions",
+    ),
+    Rule(_BY_PATH, "needs", "custom_agent_function_path"),
+    Rule("apply_chat_template", "would render what agents get as rows have it: drop it", when=_BY_PATH),
+)
+
+
+def check_agents(args: Namespace) -> None:
+    """OptionError for flags that nothing heeds, and for an address at which no agent would reach the gateway or where
+    it cannot listen: on this host, where the rollout manager runs; only a ``--dry-run`` may be elsewhere."""
+    check(args, RULES)
+    host, port = args.agent_host, args.agent_port
+    if host in _EVERY_INTERFACE:
+        raise OptionError(f"--agent-host {host} is every interface: name the address at which agents reach this host")
+    family = socket.AF_INET6 if ":" in (host or "") else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the gateway does
+        try:
+            probe.bind((host or "", port))
+        except OSError as error:
+            if port and error.errno in (errno.EADDRINUSE, errno.EACCES):
+                raise OptionError(f"--agent-port {port}: {error.strerror}; name another, or 0 for any") from error
+            if not args.dry_run:
+                raise OptionError(f"--agent-host {host}, where the gateway would listen: {error.strerror}") from error

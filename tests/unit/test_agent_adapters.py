@@ -1,0 +1,166 @@
+"""Upstream's names for serving agents, as its users' generate functions call them; the engine is a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+from aiohttp import web
+from transformers import AutoTokenizer
+
+from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
+from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.data import Sample
+from tests import chat_templates
+
+NUM_GPUS = 0
+QUESTION: Any = [{"role": "user", "content": "What?"}]
+
+
+class Engine:
+    """An HTTP server that answers with the same words, and keeps what it is asked for."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.ids = [*tokenizer("<think>Hm</think>Yes", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.waits = asyncio.Event()
+        self.app = web.Application()
+        self.app.router.add_post("/generate", self._generate)
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        self.keys.append(request.headers.get("X-SMG-Routing-Key"))
+        self.asked.append(await request.json())
+        if len(self.asked) > 2:
+            await self.waits.wait()
+        pairs = [[-0.25, token, None] for token in self.ids]
+        meta = {"output_token_logprobs": pairs, "finish_reason": {"type": "stop"}, "weight_version": "4"}
+        return web.json_response({"text": "", "output_ids": self.ids, "meta_info": meta})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(make_tokenizer: Callable[[str | None], Path]) -> Any:
+    return AutoTokenizer.from_pretrained(str(make_tokenizer(chat_templates.QWEN_3)))
+
+
+@pytest.fixture
+def engine(tokenizer: Any) -> Iterator[tuple[Engine, str]]:
+    made = Engine(tokenizer)
+    handle = run_app_in_thread(made.app, "127.0.0.1", 0, thread_name="engine")
+    yield made, handle.url
+    handle.stop()
+
+
+async def _by_anthropic(url: str, key: str) -> str:
+    async with anthropic.AsyncAnthropic(base_url=url, auth_token=key, max_retries=0) as client:
+        reply = await client.messages.create(model="m", messages=QUESTION, max_tokens=50)
+        return "".join(block.text for block in reply.content if block.type == "text")
+
+
+async def _by_openai(url: str, key: str) -> str:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+        reply = await client.chat.completions.create(model="m", messages=QUESTION, max_tokens=50)
+        return reply.choices[0].message.content or ""
+
+
+@pytest.mark.parametrize(("kind", "ask"), [(AnthropicAdapter, _by_anthropic), (OpenAIAdapter, _by_openai)])
+def test_a_session_of_the_openers_id_becomes_samples(
+    kind: Any, ask: Callable[[str, str], Awaitable[str]], tokenizer: Any, engine: tuple[Engine, str]
+) -> None:
+    stand_in, url = engine
+    told: list[tuple[Any, ...]] = []
+    adapter = kind(
+        tokenizer=tokenizer,
+        sglang_url=f"{url}/",
+        reasoning_parser="qwen3",
+        max_turns_per_sid=2,
+        fork_threshold_tokens=7,
+        debug_callback=lambda *what: told.append(what),
+    )
+    handle = run_app_in_thread(adapter.app, host="127.0.0.1", port=0)
+
+    async def use() -> None:
+        adapter.open_session(
+            "sid-1", sampling_defaults={"temperature": 0.5, "max_new_tokens": 80}, max_context_tokens=900
+        )
+        with pytest.raises(ValueError, match="a session of this id is open"):
+            adapter.open_session("sid-1")
+        assert [await ask(handle.url, "sid-1") for _ in range(2)] == ["Yes", "Yes"]
+        with pytest.raises((openai.RateLimitError, anthropic.RateLimitError), match="has had its 2 turns"):
+            await ask(handle.url, "sid-1")
+        base = Sample(index=3, prompt="What?", label="x")
+        samples = await adapter.finish_session("sid-1", base_sample=base, reward=0.5, extra_metadata={"a": 1})
+        assert await adapter.finish_session("sid-1", base_sample=base) == []
+        with pytest.raises((openai.AuthenticationError, anthropic.AuthenticationError)):
+            await ask(handle.url, "sid-1")
+        assert [sample.reward for sample in samples] == [0.5, 0.5]
+        for sample in samples:
+            assert sample.tokens[-sample.response_length :] == stand_in.ids
+            assert (sample.loss_mask, sample.weight_versions) == ([1] * len(stand_in.ids), ["4"])
+            assert (sample.metadata["a"], sample.label) == (1, "x")
+
+    asyncio.run(use())
+    handle.stop()
+    assert stand_in.keys == ["sid-1", "sid-1"]
+    assert {asked["sampling_params"]["max_new_tokens"] for asked in stand_in.asked} == {50}
+    assert {asked["sampling_params"]["temperature"] for asked in stand_in.asked} == {0.5}
+    sid, messages, tools, reply, turn = told[0]
+    assert (sid, messages, tools) == ("sid-1", QUESTION, None)
+    assert (reply["reasoning_content"], list(turn.output_ids)) == ("Hm", stand_in.ids)
+
+
+def test_a_turn_under_way_ends_with_its_session(tokenizer: Any, engine: tuple[Engine, str]) -> None:
+    """Those of other sessions do not, and a session that was shut down tells so until it is finished."""
+    stand_in, url = engine
+    adapter = OpenAIAdapter(tokenizer=tokenizer, sglang_url=url)
+    adapter.open_session("sid-2")  # where no event loop runs, too
+    handle = run_app_in_thread(adapter.app, host="127.0.0.1", port=0)
+
+    async def use() -> None:
+        adapter.open_session("sid-3")
+        for _ in range(2):
+            assert await _by_openai(handle.url, "sid-2") == "Yes"
+        late = asyncio.create_task(_by_openai(handle.url, "sid-3"))
+        while len(stand_in.asked) < 3:
+            await asyncio.sleep(0.01)
+        await adapter.shutdown_session("sid-3", wait_timeout=0.05)
+        with pytest.raises(openai.APIError):
+            await late
+        with pytest.raises(openai.InternalServerError, match="the session is closed"):
+            await _by_openai(handle.url, "sid-3")
+        await adapter.drop_session("sid-3")
+        assert await adapter.finish_session("sid-3", base_sample=Sample()) == []
+        assert len(await adapter.finish_session("sid-2", base_sample=Sample())) == 2
+
+    asyncio.run(use())
+    handle.stop()
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer default"}, {"X-Api-Key": "sid-9"}])
+def test_nobody_opens_a_session_by_asking(tokenizer: Any, headers: dict[str, str]) -> None:
+    adapter = AnthropicAdapter(tokenizer=tokenizer, sglang_url="http://127.0.0.1:1")
+    for sid in ("default", ""):
+        with pytest.raises(ValueError, match="is what clients without a key have"):
+            adapter.open_session(sid)
+    handle = run_app_in_thread(adapter.app, host="127.0.0.1", port=0)
+
+    async def use() -> None:
+        body = {"messages": QUESTION, "max_tokens": 3, "user": "sid-9", "metadata": {"session_id": "sid-9"}}
+        async with aiohttp.ClientSession() as client:
+            for path in ("/v1/messages", "/v1/chat/completions"):
+                async with client.post(handle.url + path, json=body, headers=headers) as reply:
+                    assert reply.status == 401
+
+    asyncio.run(use())
+    handle.stop()
+
+
+def test_every_interface_is_no_address() -> None:
+    with pytest.raises(ValueError, match=r"host '0\.0\.0\.0' is every interface: name the one address"):
+        run_app_in_thread(web.Application(), host="0.0.0.0", port=0)
