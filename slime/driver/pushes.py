@@ -66,11 +66,12 @@ class Pushes:
         self._version = version
         return figures
 
-    def go_back(self, *, leave_groups: bool) -> None:
-        """Trainers are made anew, with older weights: no engine has those of the run before the next push. With
-        ``leave_groups`` engines leave the collective group of those before, which may be dead."""
+    def go_back(self) -> None:
+        """Trainers are made anew, with older weights: no engine has those of the run before the next push. Engines
+        leave the collective group of those before, which may be dead; one in which a broadcast of the dead hangs does
+        not answer, and is lost for that."""
         groups, self._groups, self._met = self._groups, [], []
-        if groups and leave_groups:
+        if groups:
             self._engines.leave_groups(groups, self._limit)
         self._version = self._early = None
         self._again += 1

@@ -100,9 +100,7 @@ class Recovery:
         for line in self.saver.clean_up():
             warn(line)
         self.data.cancel()
-        # Engines leave a gloo group at once. Of NCCL's, torch's destroy_process_group has what is under way end first,
-        # which may be never where a member is dead: engines keep that group until they end.
-        self.pushes.go_back(leave_groups=not self.placement.on_gpus)
+        self.pushes.go_back()
         self.memory.to_new_trainers()
         newest = self.saver.newest()
         self.trainers.create(self.placement, newest)

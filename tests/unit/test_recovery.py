@@ -152,7 +152,7 @@ def test_trainers_come_back_where_the_newest_checkpoint_is(told: Any) -> None:
         ("trainers.kill",),
         ("saver.clean_up",),
         ("data.cancel",),
-        ("pushes.go_back", ("leave_groups", True)),
+        ("pushes.go_back",),
         ("memory.to_new_trainers",),
         ("saver.newest",),
         ("trainers.create", PLACEMENT, Checkpoint("kept", None, 3)),

@@ -477,7 +477,7 @@ def test_both_sides_are_probed_after_a_push_trainers_before_they_sleep_and_engin
     fleet, trainers = Fleet(monkeypatch, beside=False), Trainers()
     memory = Memory(fleet)
     probe = Probe(fleet, memory)
-    made = Pushes(trainers, fleet.engines, memory, None, probe)  # type: ignore[arg-type]
+    made = Pushes(trainers, fleet.engines, memory, Deadline(5.0), probe)  # type: ignore[arg-type]
     made.push(0)
     both = ["http://e0", "http://e1"]
     assert probe.notes == [("trainers", 0, 0), ("engines", ["engine 0", "engine 1"], 1, both)]
@@ -485,7 +485,7 @@ def test_both_sides_are_probed_after_a_push_trainers_before_they_sleep_and_engin
     made.catch_up()
     assert probe.notes[2:] == [("trainers", 0, 1), ("engines", ["engine 1"], 2, both[:1])]
     assert fleet.serving()[-1] == both
-    made.go_back(leave_groups=False)
+    made.go_back()
     assert probe.notes[4:] == [("forget",)]
     assert made.probed() == {"rollout/push_probe_abs_diff": 0.25}
 
@@ -561,7 +561,7 @@ def test_engines_leave_the_groups_of_trainers_that_died(pushes: tuple[Fleet, Tra
     with pytest.raises(LostError):
         made.push(2)
     assert trainers.groups[2] == trainers.groups[0]
-    made.go_back(leave_groups=True)
+    made.go_back()
     asked = [[call for call in actor.calls if call[0] == "leave_groups"] for actor in fleet.actors]
     assert asked == [[("leave_groups", trainers.groups[:1])]] * 2
     made.push(2)
@@ -569,9 +569,9 @@ def test_engines_leave_the_groups_of_trainers_that_died(pushes: tuple[Fleet, Tra
     made.catch_up()
     made.push(3)
     assert len(set(trainers.groups)) == 4, "another with other engines"
-    made.go_back(leave_groups=False)
-    made.go_back(leave_groups=True)
-    assert [call[0] for call in fleet.actors[0].calls].count("leave_groups") == 1, "of none that it was not asked for"
+    made.go_back()
+    made.go_back()
+    assert [call[0] for call in fleet.actors[0].calls].count("leave_groups") == 2, "once of each"
 
 
 def lose(fleet: Fleet, *ranks: int) -> None:
@@ -610,7 +610,7 @@ def test_a_version_is_confirmed_between_pushes_of_it(pushes: tuple[Fleet, Traine
     told.append(made.confirmed())
     made.push(1)
     told.append(made.confirmed())
-    made.go_back(leave_groups=False)
+    made.go_back()
     assert made.confirmed() is None
     made.push(1)
     told.append(made.confirmed())
