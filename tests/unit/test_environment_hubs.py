@@ -28,10 +28,15 @@ from slime.agent.rendering import TurnRenderer
 from slime.agent.session import Session
 from slime.data import Sample
 from slime.utils.http_utils import RequestError
+from tests.recorder import run, write_recorder
 from tests.unit.test_agent_gateway import END, served, session
+from tests.unit.test_example_scripts import environment_of, is_alive, pids
+from tests.waiting import wait_for
 from tools.make_tiny_model import CHAT_TEMPLATE
 
+__all__ = ["pids"]  # a fixture
 NUM_GPUS = 0
+PARTS = ("train", "server")
 ASKED: dict[str, Any] = {"model": "slime", "max_tokens": 24}
 SERVER = Path(server.__file__)
 
@@ -41,9 +46,9 @@ def renderer(make_tokenizer: Callable[[str | None], Path]) -> TurnRenderer:
     return TurnRenderer(AutoTokenizer.from_pretrained(str(make_tokenizer(CHAT_TEMPLATE))))
 
 
-def fake(run: Callable[..., Awaitable[Any]]) -> ModuleType:
+def fake(episode: Callable[..., Awaitable[Any]]) -> ModuleType:
     module = ModuleType("with_fake")
-    module.run = run  # type: ignore[attr-defined]
+    module.run = episode  # type: ignore[attr-defined]
     return module
 
 
@@ -76,7 +81,7 @@ def trained(made: Session) -> str:
 def test_an_episode_is_played_elsewhere_by_the_sessions_model(renderer: TurnRenderer) -> None:
     heard: list[Any] = []
 
-    async def run(base_url: str, prompt: str, request_kwargs: dict[str, Any], metadata: dict[str, Any]) -> Any:
+    async def episode(base_url: str, prompt: str, request_kwargs: dict[str, Any], metadata: dict[str, Any]) -> Any:
         body = json.dumps({"messages": [{"role": "user", "content": prompt}], **request_kwargs}).encode()
         request = urllib.request.Request(f"{base_url}/chat/completions", body, {"Content-Type": "application/json"})
         reply = await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(request)))
@@ -86,7 +91,7 @@ def test_an_episode_is_played_elsewhere_by_the_sessions_model(renderer: TurnRend
     made, engine = session(renderer, f"hi{END}", params={"max_new_tokens": 512})
 
     async def use(url: str, key: str) -> Any:
-        return await play(fake(run), f"{url}/sessions/{key}/v1", {"label": "l", "task": 3})
+        return await play(fake(episode), f"{url}/sessions/{key}/v1", {"label": "l", "task": 3})
 
     assert asyncio.run(served(made, use)) == {"reward": 1.0, "metadata": {"turns": 1}}
     assert heard == [("q", {"label": "l", "task": 3}, "hi")]
@@ -97,13 +102,13 @@ def test_an_episode_is_played_elsewhere_by_the_sessions_model(renderer: TurnRend
 def test_an_environment_that_fails_is_told_in_its_words(capsys: pytest.CaptureFixture[str]) -> None:
     calls = 0
 
-    async def run(**asked: Any) -> Any:
+    async def episode(**asked: Any) -> Any:
         nonlocal calls
         calls += 1
         raise ValueError("no such task: 7")
 
     with pytest.raises(RequestError, match="ValueError: no such task: 7"):
-        asyncio.run(play(fake(run), "http://nowhere", {}))
+        asyncio.run(play(fake(episode), "http://nowhere", {}))
     assert calls == 1, "an episode may not be played twice for one sample"
     assert "Traceback" in capsys.readouterr().err
 
@@ -197,3 +202,29 @@ def test_a_hubs_environment_is_played_and_rewards(
         assert trained(made) == "".join(f"{text}{END}" for text in said)
         assert engine.answers == []
         assert all(params["max_new_tokens"] == 24 for _, params in engine.asked)
+
+
+def test_a_dry_run_names_the_hub_in_everything(tmp_path: Path) -> None:
+    write_recorder(tmp_path)
+    arguments = ("openenv", "--lr", "1")
+    ran, commands = run(str(SERVER.with_name("run.sh")), tmp_path, tmp_path / "record", *arguments, DRY_RUN="1")
+    assert ran.returncode == 0, ran.stderr
+    _, data, _, grpo = commands
+    assert data == ["-m", "examples.environment_hubs.make_data", "outputs/openenv/data", "--seed", "0"]
+    assert grpo[grpo.index("--prompt-data") + 1] == "outputs/openenv/data/train.jsonl"
+    assert grpo[-3:] == ["--lr", "1", "--dry-run"]
+
+
+def test_the_hubs_server_ends_with_the_run(pids: Path) -> None:
+    command = ["bash", str(SERVER.with_name("run.sh")), "openenv"]
+    script = subprocess.Popen(command, env=environment_of(pids) | {"HUB_PORT": "18770"})
+    wait_for(lambda: all((pids / part).exists() and (pids / part).read_text() for part in PARTS), "the start")
+    script.terminate()
+    assert script.wait(60) == 7, "train.py's own status"
+    wait_for(lambda: not any(is_alive(int((pids / part).read_text())) for part in PARTS), "the end")
+
+
+def test_a_run_says_which_hubs_there_are() -> None:
+    ended = subprocess.run(["bash", str(SERVER.with_name("run.sh"))], capture_output=True, text=True, timeout=60)
+    assert ended.returncode != 0
+    assert "which hub: verifiers, openenv, nemo_gym or harbor" in ended.stderr
