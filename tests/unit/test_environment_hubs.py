@@ -109,7 +109,7 @@ def test_an_environment_that_fails_is_told_in_its_words(capsys: pytest.CaptureFi
 
     with pytest.raises(RequestError, match="ValueError: no such task: 7"):
         asyncio.run(play(fake(episode), "http://nowhere", {}))
-    assert calls == 1, "an episode may not be played twice for one sample"
+    assert calls == 1, "sent again, it would be another episode of the same session"
     assert "Traceback" in capsys.readouterr().err
 
 
