@@ -3,7 +3,8 @@
 OUTPUT gets ``sft.jsonl``, ``train.jsonl`` and ``eval.jsonl``; no task of train.jsonl is in eval.jsonl. HUB names the
 hub, HUB_PYTHON the Python in which it is installed.
 
-    HUB=openenv HUB_PYTHON=outputs/hubs/openenv/bin/python python3 -m examples.environment_hubs.make_data outputs/openenv/data
+    HUB=openenv HUB_PYTHON=outputs/hubs/openenv/bin/python \\
+        python3 -m examples.environment_hubs.make_data outputs/openenv/data
 """
 
 from __future__ import annotations

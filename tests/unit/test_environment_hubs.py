@@ -100,17 +100,30 @@ def test_an_episode_is_played_elsewhere_by_the_sessions_model(renderer: TurnRend
 
 
 def test_an_environment_that_fails_is_told_in_its_words(capsys: pytest.CaptureFixture[str]) -> None:
-    calls = 0
-
     async def episode(**asked: Any) -> Any:
-        nonlocal calls
-        calls += 1
         raise ValueError("no such task: 7")
 
     with pytest.raises(RequestError, match="ValueError: no such task: 7"):
         asyncio.run(play(fake(episode), "http://nowhere", {}))
-    assert calls == 1, "sent again, it would be another episode of the same session"
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_episode_whose_answer_is_lost_is_not_begun_again_in_its_session() -> None:
+    begun = 0
+
+    async def lose(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal begun
+        begun += bool(await reader.readuntil(b"}}"))
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(lose, "127.0.0.1", 0) as losing:
+            os.environ["HUB_URL"] = f"http://127.0.0.1:{losing.sockets[0].getsockname()[1]}/run"
+            with pytest.raises(RequestError):
+                await agent.run("http://nowhere", "q", ASKED, {})
+
+    asyncio.run(run())
+    assert begun == 1
 
 
 def test_a_package_that_is_missing_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
