@@ -2,7 +2,7 @@
 
 HARBOR_TASKS names a directory of task directories; without it small ones are made. HARBOR_ENVIRONMENT is Harbor's name
 of a kind of machine (`docker`, `daytona`, ...); without it tasks run in slime's own jail of this host's programs, where
-no image is built: tasks whose Dockerfile installs something need another. HARBOR_AGENT is one of Harbor's own agents.
+no image is built: tasks whose Dockerfile installs something need another.
 """
 
 from __future__ import annotations
@@ -196,17 +196,18 @@ def demonstration(rng: random.Random) -> list[dict[str, str]]:
 
 async def run(base_url: str, prompt: str, request_kwargs: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
     """One trial; its reward is the test's."""
-    agent, machine = os.environ.get("HARBOR_AGENT"), os.environ.get("HARBOR_ENVIRONMENT")
-    model, known = request_kwargs["model"], {"address": base_url, "max_tokens": request_kwargs["max_tokens"]}
-    if agent:
-        played = AgentConfig(name=agent, model_name=f"openai/{model}", base_url=base_url)
-    else:
-        played = AgentConfig(import_path="with_harbor:Shell", model_name=model, skip_model_parsing=True, kwargs=known)
+    machine = os.environ.get("HARBOR_ENVIRONMENT")
+    shell = AgentConfig(
+        import_path="with_harbor:Shell",
+        model_name=request_kwargs["model"],
+        skip_model_parsing=True,
+        kwargs={"address": base_url, "max_tokens": request_kwargs["max_tokens"]},
+    )
     with tempfile.TemporaryDirectory() as trials:
         config = TrialConfig(
             task=TaskConfig(path=Path(metadata["task"])),
             trials_dir=Path(trials),
-            agent=played,
+            agent=shell,
             environment=EnvironmentConfig(**({"type": machine} if machine else {"import_path": "with_harbor:Jail"})),
         )
         async with _places:
