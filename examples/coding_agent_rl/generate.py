@@ -74,7 +74,9 @@ def read_knobs() -> Knobs:
             raise ValueError(f"{variable}={protocol} must be scaleswe: swebench's own grader is not here")
     agent_s = _number("SWE_AGENT_TIME_BUDGET_SEC", 1800)
     eval_s = _number("SWE_EVAL_TIMEOUT_SEC", 600)
-    bind: dict[str, Any] = {"agent_host": setting("ADAPTER_BIND_HOST"), "agent_port": int(_number("ADAPTER_PORT", 0))}
+    if (host := setting("ADAPTER_BIND_HOST")) in ("0.0.0.0", "::"):
+        raise ValueError(f"ADAPTER_BIND_HOST={host} is every interface: name this host's address that sandboxes reach")
+    bind: dict[str, Any] = {"agent_host": host, "agent_port": int(_number("ADAPTER_PORT", 0))}
     return Knobs(
         harness=HARNESSES[name],
         agent_s=agent_s,

@@ -113,7 +113,11 @@ def worked(args: Namespace, *samples: Sample) -> list[Sample | BaseException]:
     return asyncio.run(asyncio.wait_for(all_of(), 200))
 
 
-def test_the_right_edit_is_rewarded_and_neither_none_nor_a_cheat(args: Namespace, use: Use) -> None:
+def test_the_right_edit_is_rewarded_and_neither_none_nor_a_cheat(
+    args: Namespace, use: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"public_host": "127.0.0.1", "bind": {"agent_host": "localhost"}}
+    monkeypatch.setattr(example, "KNOBS", dataclasses.replace(example.KNOBS, **given))  # type: ignore[arg-type]
     scripts = {
         "mended": [call(MEND), f"done{END}"],
         "nothing": [f"done{END}"],
@@ -221,6 +225,7 @@ def test_a_row_of_the_other_form() -> None:
     [
         ("SWE_AGENT", "vim", "SWE_AGENT=vim must be one of claude_code, codex, mini, mini_swe_agent"),
         ("SWE_EVAL_PROTOCOL", "swebench", "must be scaleswe"),
+        ("ADAPTER_BIND_HOST", "0.0.0.0", "ADAPTER_BIND_HOST=0.0.0.0 is every interface: name"),
         ("SWE_EVAL_TIMEOUT_SEC", "soon", "SWE_EVAL_TIMEOUT_SEC=soon must be a number"),
     ],
 )
@@ -235,14 +240,14 @@ def test_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
         "SWE_AGENT": "codex",
         "SWE_AGENT_TIME_BUDGET_SEC": "30",
         "SWE_EVAL_TIMEOUT_SEC": "20",
-        "ADAPTER_BIND_HOST": "0.0.0.0",
+        "ADAPTER_BIND_HOST": "10.0.0.5",
         "ADAPTER_PORT": "18001",
         "ADAPTER_PUBLIC_HOST": "gateway",
     }.items():
         monkeypatch.setenv(name, value)
     knobs = example.read_knobs()
     assert (knobs.harness.name, knobs.guard_s, knobs.public_host) == ("codex", 230, "gateway")
-    assert knobs.bind == {"agent_host": "0.0.0.0", "agent_port": 18001}
+    assert knobs.bind == {"agent_host": "10.0.0.5", "agent_port": 18001}
 
 
 def test_what_takes_too_long_or_says_nothing_is_an_error(
