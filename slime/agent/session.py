@@ -127,8 +127,9 @@ class Session:
         which the client may set those that ``clients`` names, and ask for fewer than ``max_new_tokens``."""
         self.memory = TokenMemory(renderer)
         self._engine, self._parser, self._budget = engine, parser, budget
-        given = {name: value for name, value in (params or {}).items() if value is not None}
-        self._params = {"max_new_tokens": budget.context or _MAX_NEW_TOKENS, **given}
+        self._params = dict(params or {})
+        if self._params.get("max_new_tokens") is None:
+            self._params["max_new_tokens"] = budget.context or _MAX_NEW_TOKENS
         self._clients = frozenset(clients)
         self._opened, self._tokens, self._begun = time.monotonic(), 0, 0
         self._turns: set[asyncio.Task[Any]] = set()

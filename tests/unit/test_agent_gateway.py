@@ -509,6 +509,14 @@ def test_calls_of_another_form_are_read_by_the_engine(renderer: TurnRenderer) ->
     of_openai(made, use)
 
 
+@pytest.mark.parametrize(("budget", "bound"), [(Budget(context=900), 900), (Budget(), None)])
+def test_a_turn_without_a_bound_of_its_own_has_the_contexts(renderer: TurnRenderer, budget: Budget, bound: Any) -> None:
+    made, engine = session(renderer, END, params={"max_new_tokens": None, "stop": None}, budget=budget)
+    of_openai(made, lambda client: client.chat.completions.create(model="m", messages=ASK))
+    ((prompt, params),) = engine.asked
+    assert params == {"max_new_tokens": 4096 if bound is None else bound - len(prompt), "stop": None}
+
+
 def test_an_evaluation_without_an_agent_is_told() -> None:
     """Of training flags say so at once."""
     with pytest.raises(AgentError, match="needs --custom-agent-function-path"):
