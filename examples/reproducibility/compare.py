@@ -51,7 +51,7 @@ def _files(run: Path, pattern: str) -> list[Path]:
 
 
 def _samples(file: Path) -> list[dict[str, Any]]:
-    samples: list[dict[str, Any]] = torch.load(file, weights_only=False)["samples"]
+    samples: list[dict[str, Any]] = torch.load(file, weights_only=True)["samples"]
     return samples
 
 

