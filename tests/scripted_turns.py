@@ -35,7 +35,7 @@ class Scripted(FakeClient):
         pairs = [[-0.5, token, None] for token in ids]
         meta = {"finish_reason": {"type": finish}, "weight_version": str(number), "output_token_logprobs": pairs}
         text = self._tokenizer.decode(ids)
-        for stop in params["stop"] or []:  # as SGLang's no_stop_trim: the text ends there, the tokens need not
+        for stop in params.get("stop") or ():  # as SGLang's no_stop_trim: the text ends there, the tokens need not
             text = text[: text.find(stop) + len(stop)] if stop in text else text
         return {"text": text, "output_ids": ids, "meta_info": meta}
 
