@@ -181,7 +181,7 @@ def test_the_chat_template_is_short(model_dir: Path) -> None:
 def test_a_template_with_tools_is_of_turns_that_agents_can_go_on_from(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    from slime.agent.parsing import TAGS, parse_tool_uses, parser_of
+    from slime.agent.parsing import TAGS, parser_of, tagged_calls
     from slime.agent.rendering import TurnRenderer
 
     assert make_tiny_model.main([str(tmp_path / "model"), "--tools"]) == 0
@@ -197,7 +197,7 @@ def test_a_template_with_tools_is_of_turns_that_agents_can_go_on_from(tmp_path: 
     call = {"type": "function", "function": {"name": "find", "arguments": {"key": "c7"}}}
     messages[1] = {"role": "assistant", "content": "", "tool_calls": [call, call]}
     written = tokenizer.apply_chat_template(messages, tokenize=False).split("assistant\n")[1].split("<|im_end|>")[0]
-    assert parse_tool_uses(written) == [{"name": "find", "arguments": {"key": "c7"}}] * 2
+    assert tagged_calls(written) == [{"name": "find", "input": {"key": "c7"}}] * 2
     assert len(tokenizer(written)["input_ids"]) == 2 * 17 + 1
     assert parser_of(tokenizer.get_chat_template()) == TAGS
     renderer = TurnRenderer(tokenizer)
