@@ -106,7 +106,9 @@ def test_an_engine_beside_trainers_comes_back_by_cuda_ipc(
     assert max(asleep) - min(asleep) < _SAME_GIB
 
 
-@pytest.mark.parametrize("engines", [pytest.param(n, marks=pytest.mark.gpus(1 + n)) for n in (1, 2)])
+@pytest.mark.parametrize(
+    "engines", [pytest.param(1, marks=pytest.mark.gpus(2)), pytest.param(2, marks=pytest.mark.gpus(3))]
+)
 def test_an_engine_apart_comes_back_by_nccl(workspace: Path, record_property: Record, engines: int) -> None:
     """The other of two goes on: it leaves the group in which one is dead, and joins the next."""
     slots: dict[str, Value] = {"colocate": None, "actor_num_gpus_per_node": 1, "rollout_num_gpus": engines}

@@ -280,22 +280,24 @@ def test_tau_bench_learns_to_look_up(tmp_path: Path) -> None:
     assert sum(series(tmp_path / "out" / "grpo", "agent/forks")) == 0
 
 
-def test_tau_bench_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tau-bench", "coding_agent_rl", "retool"])
+def test_an_example_runs(name: str, tmp_path: Path) -> None:
     """One rollout of a model that was taught nothing: the path of every part, in less than a minute."""
     model, data, mock = tmp_path / "model", tmp_path / "data", ROOT / "examples" / "tau-bench" / "mock"
     path = os.pathsep.join([str(mock), str(ROOT)])
     for program in (
         [str(ROOT / "tools" / "make_tiny_model.py"), str(model), "--tools"],
-        ["-m", "examples.tau-bench.make_data", str(data)],
+        ["-m", f"examples.{name}.make_data", str(data)],
     ):
         subprocess.run([sys.executable, *program], check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": path})
     given = {"HF_CHECKPOINT": model, "PROMPT_DATA": data / "train.jsonl", "EVAL_DATA": data / "eval.jsonl"}
-    few = (
-        "--num-rollout 1 --rollout-batch-size 4 --n-samples-per-prompt 2 --global-batch-size 8 --skip-eval-before-train"
-    )
-    samples = run_example("tau-bench", tmp_path / "out", *few.split(), **{k: str(v) for k, v in given.items()})
-    assert len(samples) == 8
-    assert all(sample.metadata["agent"]["turns"] >= 1 and 1 in (sample.loss_mask or [1]) for sample in samples)
+    few = "--num-rollout 1 --rollout-batch-size 4 --n-samples-per-prompt 2 --global-batch-size 8 --eval-interval 9"
+    flags = [*few.split(), "--skip-eval-before-train"]
+    samples = run_example(name, tmp_path / "out", *flags, **{k: str(v) for k, v in given.items()})
+    assert len({sample.rollout_id for sample in samples}) == 8
+    assert all(sample.response_length and 1 in (sample.loss_mask or [1]) for sample in samples)
+    if name != "retool":
+        assert all(sample.metadata["agent"]["turns"] >= 1 for sample in samples)
 
 
 @pytest.mark.full
