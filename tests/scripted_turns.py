@@ -8,6 +8,10 @@ from collections.abc import Callable, Coroutine
 from types import ModuleType
 from typing import Any
 
+import pytest
+
+from slime.agent.in_rollout import InRollout
+from slime.agent.session import Generated, SessionError
 from slime.data import Sample
 from slime.rollout.sampling import train_sampling_params
 from slime.rollout.tokenizer import load_tokenizer
@@ -49,6 +53,16 @@ def example_args(make_args: Args, module: ModuleType, **changes: Any) -> Namespa
     if "rollout_max_response_len" in changes:
         args.rollout_max_response_len = changes["rollout_max_response_len"]
     return Namespace(**vars(args) | own | {k: v for k, v in changes.items() if k in own})
+
+
+def end_of_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on each turn of an agent's is refused, as the rollout has enough samples."""
+
+    async def refuse(engine: InRollout, *_: Any) -> Generated:
+        engine.aborted = True
+        raise SessionError(503, "the rollout has enough samples")
+
+    monkeypatch.setattr(InRollout, "generate", refuse)
 
 
 def turn_by_turn(args: Namespace, sample: Sample) -> list[tuple[int, str]]:

@@ -22,7 +22,7 @@ from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sampling import train_sampling_params
 from slime.rollout.tokenizer import load_tokenizer
 from tests.fake_client import FakeClient
-from tests.scripted_turns import Args, Use, turn_by_turn
+from tests.scripted_turns import Args, Use, end_of_rollout, turn_by_turn
 from tools.make_tiny_model import TOOL_CHAT_TEMPLATE
 
 NUM_GPUS = 0
@@ -264,3 +264,13 @@ def test_what_takes_too_long_or_says_nothing_is_an_error(
     (found,) = worked(args, sample_of("x"))
     assert isinstance(found, AgentError)
     assert "mini ended with status 1 and no turn, on sample 7" in str(found)
+
+
+def test_work_that_the_rollouts_end_cuts_is_begun_anew(
+    args: Namespace, use: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_of_rollout(monkeypatch)
+    use(Model(args, {}))
+    sample = sample_of("x")
+    assert worked(args, sample) == [sample]
+    assert sample.status is Sample.Status.ABORTED

@@ -22,7 +22,7 @@ from slime.rollout.sampling import train_sampling_params
 from slime.utils.errors import BadInputError
 from slime.utils.misc import load_function
 from tests import fake_strands
-from tests.scripted_turns import Args, Scripted, Use, turn_by_turn
+from tests.scripted_turns import Args, Scripted, Use, end_of_rollout, turn_by_turn
 from tools.make_tiny_model import TOOL_CHAT_TEMPLATE
 
 NUM_GPUS = 0
@@ -112,3 +112,13 @@ def test_a_sandbox_that_fails_is_no_failure_of_the_models(example: Any, args: Na
 def test_without_the_package_the_run_does_not_begin() -> None:
     with pytest.raises(BadInputError, match=r"No module named 'strands'; this example needs strands-agents: .*README"):
         load_function(f"{MODULE}.generate", flag="--custom-generate-function-path")
+
+
+def test_a_session_that_the_rollouts_end_cuts_is_begun_anew(
+    example: Any, args: Namespace, use: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_of_rollout(monkeypatch)
+    use(Scripted(args))
+    sample = Sample(prompt="6*7=", index=3)
+    assert asyncio.run(example.generate(args, sample, train_sampling_params(args))) is sample
+    assert sample.status is Status.ABORTED

@@ -18,7 +18,7 @@ from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sampling import train_sampling_params
 from slime.utils.misc import load_function
 from tests.fake_client import FakeClient
-from tests.scripted_turns import Args, Scripted, Use, turn_by_turn
+from tests.scripted_turns import Args, Scripted, Use, end_of_rollout, turn_by_turn
 from tools.make_tiny_model import TOOL_CHAT_TEMPLATE
 
 NUM_GPUS = 0
@@ -130,3 +130,13 @@ def test_rows(tau: ModuleType) -> None:
     assert rows[3]["metadata"]["task_split"] == "dev"
     assert rows[3]["metadata"]["task"]["user_id"] == name
     assert rows[3]["metadata"]["task"]["actions"] == [{"name": "cancel", "kwargs": {"order": order}}]
+
+
+def test_a_visit_that_the_rollouts_end_cuts_is_begun_anew(
+    tau: ModuleType, args: Namespace, use: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_of_rollout(monkeypatch)
+    use(Scripted(args))
+    sample = Sample(prompt=3, index=3)  # type: ignore[arg-type]
+    assert asyncio.run(tau.generate(args, sample, train_sampling_params(args))) is sample
+    assert sample.status is Status.ABORTED
