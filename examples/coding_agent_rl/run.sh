@@ -8,7 +8,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/../tiny_model.sh" # warm_up, launch_grpo,
 MODEL_ARGS=(--tools)
 if [ -z "${HF_CHECKPOINT:-}" ]; then # what a tiny model was shown, and has room for
    export SWE_CC_PROMPT=${SWE_CC_PROMPT:-mend calc.py}
-   export SLIME_AGENT_MINI_EXTRA_ARGS=${SLIME_AGENT_MINI_EXTRA_ARGS:---system '' --max-turns 4 --output-chars 400}
+   short="--system '' --max-turns 4 --output-chars 400"
+   export SLIME_AGENT_MINI_EXTRA_ARGS=${SLIME_AGENT_MINI_EXTRA_ARGS:-$short}
    export SWE_AGENT_TIME_BUDGET_SEC=${SWE_AGENT_TIME_BUDGET_SEC:-120} SWE_EVAL_TIMEOUT_SEC=${SWE_EVAL_TIMEOUT_SEC:-60}
 fi
 warm_up slime.rollout.sft_rollout.generate_rollout messages

@@ -6,6 +6,9 @@ import asyncio
 import dataclasses
 import functools
 import json
+import os
+import shlex
+import subprocess
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -274,3 +277,13 @@ def test_work_that_the_rollouts_end_cuts_is_begun_anew(
     sample = sample_of("x")
     assert worked(args, sample) == [sample]
     assert sample.status is Sample.Status.ABORTED
+
+
+def test_the_script_tells_the_agent_what_a_tiny_model_has_room_for(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text("#!/bin/sh\nenv > $OUTPUT_DIR/env\n")
+    (tmp_path / "python").chmod(0o755)
+    given = {"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), "OUTPUT_DIR": str(tmp_path)}
+    subprocess.run(["bash", example.__file__.replace("generate.py", "run.sh")], env=given, check=True, timeout=60)
+    told = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line)
+    assert shlex.split(told["SLIME_AGENT_MINI_EXTRA_ARGS"])[:2] == ["--system", ""]
+    assert told["SWE_CC_PROMPT"] == make_data.PROMPT
