@@ -11,6 +11,7 @@ for Harbor, its sandbox.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib
 import json
 import random
@@ -62,17 +63,21 @@ def write_tasks(module: ModuleType, output: Path, seed: int) -> None:
         (output / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def make_app(module: ModuleType) -> Any:
-    """``POST /run``, a call of the module's; what an environment raises is status 500, and its words the body."""
+def make_app(module: ModuleType, concurrency: int = 16) -> Any:
+    """``POST /run``, a call of the module's, at most so many at a time: environments have deadlines of their own, which
+    hundreds that begin at once would miss. What one raises is status 500, and its words the body."""
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import JSONResponse, PlainTextResponse, Response
     from starlette.routing import Route
 
+    places = asyncio.Semaphore(concurrency)
+
     async def run(request: Request) -> Response:
         asked: dict[str, Any] = await request.json()
         try:
-            return JSONResponse(await module.run(**asked))
+            async with places:
+                return JSONResponse(await module.run(**asked))
         except Exception as error:
             traceback.print_exc()
             return PlainTextResponse(f"{type(error).__name__}: {error}", status_code=500)
@@ -80,13 +85,13 @@ def make_app(module: ModuleType) -> Any:
     return Starlette(routes=[Route("/run", run, methods=["POST"])])
 
 
-def serve(module: ModuleType, host: str, port: int) -> None:
+def serve(module: ModuleType, host: str, port: int, concurrency: int) -> None:
     """Serve until a signal; one line says where, once it is so."""
     import uvicorn
 
     listening = socket.create_server((host, port))
     print(f"{module.__name__} listens on http://{host}:{listening.getsockname()[1]}/run", flush=True)
-    uvicorn.Server(uvicorn.Config(make_app(module), log_level="warning")).run(sockets=[listening])
+    uvicorn.Server(uvicorn.Config(make_app(module, concurrency), log_level="warning")).run(sockets=[listening])
 
 
 def main() -> None:
@@ -97,12 +102,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: %(default)s")
     parser.add_argument("--port", type=int, default=8770, help="default: %(default)s; 0 is any")
+    parser.add_argument("--concurrency", type=int, default=16, help="episodes at a time; default: %(default)s")
     args = parser.parse_args()
     module = load(args.hub)
     if args.tasks is not None:
         write_tasks(module, args.tasks, args.seed)
     else:
-        serve(module, args.host, args.port)
+        serve(module, args.host, args.port, args.concurrency)
 
 
 if __name__ == "__main__":

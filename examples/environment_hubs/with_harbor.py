@@ -7,7 +7,6 @@ no image is built: tasks whose Dockerfile installs something need another.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import itertools
@@ -36,8 +35,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 from slime.agent.sandbox.local import LocalSandbox, SandboxLimits
 
 _TURNS, _DONE, _RIGHT = 4, "done", 0.5
-_places = asyncio.Semaphore(16)
-"""Of trials at a time: each has a machine."""
 _CONFIG = """[verifier]
 timeout_sec = 60.0
 [agent]
@@ -210,8 +207,7 @@ async def run(base_url: str, prompt: str, request_kwargs: dict[str, Any], metada
             agent=shell,
             environment=EnvironmentConfig(**({"type": machine} if machine else {"import_path": "with_harbor:Jail"})),
         )
-        async with _places:
-            result = await (await Trial.create(config)).run()
+        result = await (await Trial.create(config)).run()
     rewards = result.verifier_result.rewards if result.verifier_result else None
     if result.exception_info is not None or not rewards:
         raise RuntimeError(str(result.exception_info or "the task's test gave no reward"))

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
 from transformers import AutoTokenizer
@@ -106,6 +107,26 @@ def test_an_environment_that_fails_is_told_in_its_words(capsys: pytest.CaptureFi
     with pytest.raises(RequestError, match="ValueError: no such task: 7"):
         asyncio.run(play(fake(episode), "http://nowhere", {}))
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_so_many_episodes_are_played_at_a_time() -> None:
+    playing = most = 0
+
+    async def episode(**asked: Any) -> Any:
+        nonlocal playing, most
+        playing += 1
+        most = max(most, playing)
+        await asyncio.sleep(0.05)
+        playing -= 1
+        return {"reward": 0}
+
+    async def run() -> list[httpx.Response]:
+        application = httpx.ASGITransport(server.make_app(fake(episode), 3))
+        async with httpx.AsyncClient(transport=application, base_url="http://hub") as client:
+            return await asyncio.gather(*(client.post("/run", json={}) for _ in range(10)))
+
+    assert [reply.json() for reply in asyncio.run(run())] == [{"reward": 0}] * 10
+    assert most == 3
 
 
 def test_an_episode_whose_answer_is_lost_is_not_begun_again_in_its_session() -> None:
