@@ -26,8 +26,10 @@ import aiohttp
 
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.agent.gateway import Gateway
+from slime.agent.memory import Prompt, TokenMemory
 from slime.agent.rendering import TurnRenderer
 from slime.agent.session import Generated, Session
+from slime.data.rows.messages import Messages
 from slime.data.rows.tokenizer import load_tokenizer
 
 _CALL = '<tool_call>\n{{"name": "bash", "arguments": {{"command": "cat file_{0}.txt"}}}}\n</tool_call>'
@@ -62,6 +64,19 @@ class _Engine:
         raise ValueError("the calls are in tags")
 
 
+class _Timed(TokenMemory):
+    """Notes the processor time, in seconds, that each prompt takes: what other programs do meanwhile is not in it."""
+
+    seconds = 0.0
+
+    def prompt(self, messages: Messages, tools: Any = None) -> Prompt:
+        began = time.thread_time()
+        try:
+            return super().prompt(messages, tools)
+        finally:
+            self.seconds = time.thread_time() - began
+
+
 async def run(args: argparse.Namespace) -> None:
     """All sessions at the same time."""
     tokenizer = load_tokenizer(args.model)
@@ -72,6 +87,9 @@ async def run(args: argparse.Namespace) -> None:
     gateway = Gateway()
     handle = run_app_in_thread(gateway.app(), "127.0.0.1", 0)
     sessions = [Session(_Engine(renderer, end), renderer) for _ in range(args.sessions)]
+    memories = [_Timed(renderer) for _ in sessions]
+    for session, memory in zip(sessions, memories, strict=True):
+        session.memory = memory
     spent: dict[int, list[float]] = defaultdict(list)
     whole: dict[int, list[float]] = defaultdict(list)
     began = time.monotonic()
@@ -82,14 +100,13 @@ async def run(args: argparse.Namespace) -> None:
         url = f"{handle.url}/sessions/{gateway.open_session(session)}/v1/chat/completions"
         async with aiohttp.ClientSession() as client:
             for turn in range(args.turns):
-                before = session.memory.counters.render_seconds
                 async with client.post(url, json={"messages": messages, "tools": _TOOLS}) as reply:
                     message = (await reply.json())["choices"][0]["message"]
-                spent[turn].append(session.memory.counters.render_seconds - before)
+                spent[turn].append(memories[number].seconds)
                 if turn % _EVERY == _EVERY - 1 and number < args.compared:
-                    started = time.perf_counter()
+                    started = time.thread_time()
                     renderer.first(messages, _TOOLS)
-                    whole[turn].append(time.perf_counter() - started)
+                    whole[turn].append(time.thread_time() - started)
                 told = " ".join(rng.choices(_WORDS, k=args.words))
                 message = {name: value for name, value in message.items() if value is not None}
                 result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": told}
@@ -107,8 +124,8 @@ async def run(args: argparse.Namespace) -> None:
     nodes = sessions[0].memory.trajectory.nodes
     for turn, times in sorted(whole.items()):
         near = [value for other in range(max(0, turn - 4), turn + 1) for value in spent[other]]
-        memory, all_of_it = 1000 * median(near), 1000 * median(times)
-        print(f"| {turn + 1} | {nodes[turn].length} | {memory:.2f} | {all_of_it:.2f} | {all_of_it / memory:.1f} |")
+        known, all_of_it = 1000 * median(near), 1000 * median(times)
+        print(f"| {turn + 1} | {nodes[turn].length} | {known:.2f} | {all_of_it:.2f} | {all_of_it / known:.1f} |")
 
 
 def main() -> None:
