@@ -149,6 +149,7 @@ def test_what_an_agent_hears_is_trained_once_with_the_models_log_probs(served: N
         assert second.tokens[: len(first.tokens) - first.response_length] == first.tokens[: -first.response_length]
 
 
+@pytest.mark.full  # in CI the coding agent's example does so
 def test_an_agent_in_a_sandbox_reaches_the_model_by_its_session(
     served: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
