@@ -11,7 +11,6 @@ reinforcement learning has something to find out: which of them pays.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
@@ -20,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from examples.agent_tool_use.agent import FIND
-from slime.files.storage import reported, write_text
+from examples.making_data import make_data
+from slime.files.storage import write_text
 
 KEYS = [letter + digit for letter in string.ascii_lowercase for digit in string.digits]
 NUMBERS = [str(number) for number in range(10, 100)]
@@ -80,15 +80,5 @@ def write(output: Path, seed: int) -> None:
         write_text("output", output / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=Path, help="directory to write; files of the same names are replaced")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    with reported("make_data.py"):
-        write(args.output, args.seed)
-
-
 if __name__ == "__main__":
-    main()
+    make_data(__doc__, write)

@@ -11,7 +11,6 @@ something to find out.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
@@ -19,8 +18,9 @@ import string
 from pathlib import Path
 from typing import Any
 
+from examples.making_data import make_data
 from slime.agent.harness.mini_agent import TOOL
-from slime.files.storage import reported, write_text
+from slime.files.storage import write_text
 
 PROMPT = "mend calc.py"
 """What the agent is told; run.sh has it in SWE_CC_PROMPT."""
@@ -108,15 +108,5 @@ def write(output: Path, seed: int) -> None:
         write_text("output", output / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=Path, help="directory to write; files of the same names are replaced")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    with reported("make_data.py"):
-        write(args.output, args.seed)
-
-
 if __name__ == "__main__":
-    main()
+    make_data(__doc__, write)

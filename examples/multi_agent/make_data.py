@@ -10,15 +10,15 @@ reinforcement learning has something left to do for each of them.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
 from pathlib import Path
 from typing import Any
 
+from examples.making_data import make_data
 from examples.multi_agent.rollout_with_multi_agents import rewriter_prompt, selector_prompt, solver_prompt
-from slime.files.storage import reported, write_text
+from slime.files.storage import write_text
 
 _NUM_DEMONSTRATIONS, _NUM_EVAL, _SOLVERS, _REWRITERS = 6000, 64, 3, 2
 _RIGHT = 0.6
@@ -68,15 +68,5 @@ def write(output: Path, seed: int) -> None:
         write_text("output", output / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=Path, help="directory to write; files of the same names are replaced")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    with reported("make_data.py"):
-        write(args.output, args.seed)
-
-
 if __name__ == "__main__":
-    main()
+    make_data(__doc__, write)

@@ -11,13 +11,13 @@ learning has something to find out: which of them pays.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from pathlib import Path
 from typing import Any
 
-from slime.files.storage import reported, write_text
+from examples.making_data import make_data
+from slime.files.storage import write_text
 
 CITIES = ["Athens", "Berlin", "Cairo", "Delhi", "Essen", "Fargo", "Genoa", "Hanoi", "Izmir", "Jaffa", "Kyoto", "Lyon",
           "Milan", "Nice", "Oslo", "Paris", "Quito", "Rome", "Seoul", "Tunis"]  # fmt: skip
@@ -67,15 +67,5 @@ def write(output: Path, seed: int) -> None:
         write_text("output", output / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=Path, help="directory to write; files of the same names are replaced")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    with reported("make_data.py"):
-        write(args.output, args.seed)
-
-
 if __name__ == "__main__":
-    main()
+    make_data(__doc__, write)

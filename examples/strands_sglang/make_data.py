@@ -7,14 +7,14 @@ OUTPUT gets ``sft.jsonl``, ``train.jsonl`` and ``eval.jsonl``; no problem of tra
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from pathlib import Path
 from typing import Any
 
+from examples.making_data import make_data
 from examples.retool.make_data import problem
-from slime.files.storage import reported, write_text
+from slime.files.storage import write_text
 
 SYSTEM_PROMPT = "Compute with the tool execute_python_code. Give the result in \\boxed{}."
 """Of `generate_with_strands`, too."""
@@ -64,15 +64,5 @@ def write(output: Path, seed: int) -> None:
         write_text("output", output / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=Path, help="directory to write; files of the same names are replaced")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    with reported("make_data.py"):
-        write(args.output, args.seed)
-
-
 if __name__ == "__main__":
-    main()
+    make_data(__doc__, write)

@@ -7,7 +7,6 @@ OUTPUT gets ``sft.jsonl``, ``train.jsonl`` and ``eval.jsonl``, whose tasks are o
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import random
@@ -17,7 +16,8 @@ from typing import Any
 from tau_bench.envs import Env
 from tau_bench.types import Action
 
-from slime.files.storage import reported, write_text
+from examples.making_data import make_data
+from slime.files.storage import write_text
 
 _NUM_DEMONSTRATIONS = 6000
 _GUESSES = 1 / 3
@@ -60,15 +60,5 @@ def write(output: Path, seed: int) -> None:
         write_text("output", output / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=Path, help="directory to write; files of the same names are replaced")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    with reported("make_data.py"):
-        write(args.output, args.seed)
-
-
 if __name__ == "__main__":
-    main()
+    make_data(__doc__, write)
