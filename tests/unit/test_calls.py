@@ -146,9 +146,9 @@ def test_every_function_path_has_its_forms_and_slimes_own_has_one(field: Any) ->
 AWAITED = {
     *("custom_generate_function_path", "custom_rm_path", "dynamic_sampling_filter_path", "rollout_sample_hook_path"),
     *("rollout_sample_filter_path", "rollout_all_samples_process_path", "custom_rollout_log_function_path"),
-    "custom_eval_rollout_log_function_path",
+    *("custom_eval_rollout_log_function_path", "custom_agent_function_path"),
 }
-"""Those that `call_hook` calls."""
+"""Those that `call_hook` calls, and a session's agent."""
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
