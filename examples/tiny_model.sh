@@ -62,7 +62,7 @@ PERF_ARGS=(
    --colocate
    --use-dynamic-batch-size
    --max-tokens-per-gpu 8192
-   --fp32
+   "$(precision)"
    --seed "${SEED}"
 )
 

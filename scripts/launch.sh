@@ -6,6 +6,8 @@
 #                                before it: a server that ends with the run, and prints a line once it listens;
 #                                not in a dry run
 #
+#   "$(precision)"               a flag: --bf16 on a host with a GPU, whose usual engines know no float32, else --fp32
+#
 #   launch train.py --max-restarts 3 FLAG ...
 #                                start it again when it fails, from the newest checkpoint in its --save, three times at
 #                                most; not after bad input, nor after Ctrl-C or SIGTERM
@@ -64,6 +66,11 @@ start_server() {
       printf 'launch: error: %s did not come up on %s: it ended, or took 120 s\n' "$name" "$place" >&2
       exit 1
    fi
+}
+
+precision() {
+   if [ -e /dev/nvidiactl ] && PYTHONPATH=$SLIME_DIR "$PYTHON" -c \
+      'import sys; from slime.utils import device; sys.exit(not device.is_cuda())'; then echo --bf16; else echo --fp32; fi
 }
 
 _take_restarts() { # Into flags what is the program's, into restarts the rest.

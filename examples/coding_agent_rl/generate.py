@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from examples.coding_agent_rl import swe
-from slime.agent.harness import CLAUDE_CODE, CODEX, HARNESSES, BaseHarness
+from slime.agent.harness import CLAUDE_CODE, CODEX, HARNESSES, BaseHarness, last_words
 from slime.agent.rollout import AgentError, AgentSession, open_session
 from slime.agent.sandbox import Sandbox, SandboxLimits, SandboxPool, make_sandbox
 from slime.agent.sandbox.protocol import place, setting
@@ -129,13 +129,14 @@ async def _worked(args: Namespace, sample: Sample, sampling_params: dict[str, An
     if KNOBS.bind:
         args = Namespace(**{**vars(args), **KNOBS.bind})
     async with open_session(args, sample, sampling_params) as session:
-        status, patch = await _work(task, session)
+        status, patch, told = await _work(task, session)
     if session.aborted:
         sample.status = Sample.Status.ABORTED
         return [sample]
     parts = session.samples(sample)
     if not parts:
-        raise AgentError(f"{KNOBS.harness.name} ended with status {status} and no turn, on sample {sample.index}")
+        end = f"{KNOBS.harness.name} ended with status {status} and no turn, on sample {sample.index}"
+        raise AgentError(f"{end}: {told or 'it printed nothing'}")
     grade = swe.Grade(False, "nothing was changed")
     if patch.strip():
         async with _sandbox(task) as sandbox:
@@ -147,23 +148,24 @@ async def _worked(args: Namespace, sample: Sample, sampling_params: dict[str, An
     return parts
 
 
-async def _work(task: swe.Task, session: AgentSession) -> tuple[int, str]:
-    """Let the agent work; its exit status, and what it has changed."""
+async def _work(task: swe.Task, session: AgentSession) -> tuple[int, str, str]:
+    """Let the agent work; its exit status, what it has changed, and the end of what it printed."""
     url = session.url
     if KNOBS.public_host:
         url = f"http://{KNOBS.public_host}:{urlsplit(url).port}"
     async with _sandbox(task, reach=url, installs=KNOBS.harness) as sandbox:
         base = await swe.prepare(sandbox, task)
         await swe.state(sandbox, task)
+        workdir = place(sandbox, task.workdir)
         status = await KNOBS.harness.run(
             sandbox,
-            workdir=place(sandbox, task.workdir),
+            workdir=workdir,
             session_id=session.key,
             adapter_url=url,
             time_budget_sec=KNOBS.agent_s,
             prompt=KNOBS.prompt,
         )
-        return status, await swe.diff(sandbox, task, base)
+        return status, await swe.diff(sandbox, task, base), await last_words(sandbox, workdir)
 
 
 _starting: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()

@@ -12,7 +12,7 @@ DATA=outputs/eval_multi_task # as multi_task.yaml has it
 
 RUN_ARGS=(
    --hf-checkpoint "$MODEL"
-   --fp32
+   "$(precision)"
    --debug-rollout-only
    --rollout-num-gpus 1
    --num-rollout 0

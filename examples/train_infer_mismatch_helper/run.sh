@@ -35,7 +35,7 @@ PERF_ARGS=(
    --rollout-num-gpus 1
    --use-dynamic-batch-size
    --max-tokens-per-gpu 8192
-   --fp32
+   "$(precision)"
    --seed "${SEED}"
 )
 

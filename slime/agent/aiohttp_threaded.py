@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from slime.options.serving.agents import EVERY_INTERFACE
+
 if TYPE_CHECKING:
     from aiohttp import web
 
@@ -17,7 +19,6 @@ logger = logging.getLogger(__name__)
 
 _START_S = 30.0
 _STOP_S = 10.0
-_EVERY_INTERFACE = ("", "0.0.0.0", "::")
 
 
 class AppHandle:
@@ -79,7 +80,7 @@ def run_app_in_thread(
         OSError: it cannot listen there.
         TimeoutError: it was not up within 30 s.
     """
-    if host in _EVERY_INTERFACE:
+    if host in EVERY_INTERFACE:
         raise ValueError(f"host {host!r} is every interface: name the one address at which clients reach this host")
     started: Future[AppHandle] = Future()
     how = {"access_log": None, "shutdown_timeout": 1.0, "handler_cancellation": True, **(runner_kwargs or {})}

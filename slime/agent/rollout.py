@@ -123,7 +123,9 @@ async def generate(
     result = result or {}
     parts = session.samples(sample, result.get("reward"))
     if not parts:
-        raise AgentError(f"{_FLAG} {path}: the agent of sample {sample.index} had no turn")
+        raise AgentError(
+            f"{_FLAG} {path}: of sample {sample.index} it returned without a turn of the model at base_url"
+        )
     for part in parts:
         part.metadata |= result.get("metadata") or {}
     return parts[-1] if evaluation else parts

@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from slime.fleet.external import is_elsewhere
 from slime.fleet.spec import EngineSpec, Fleet, fleet_of
 from slime.options.serving.sglang_config import CONFIG
+from slime.processes.server_process import last_value
 from slime.ray.supervision import InputError, RunError
 from slime.utils import device
 from slime.utils.http_utils import LOOPBACK
@@ -138,8 +139,10 @@ def core_shortage(args: argparse.Namespace) -> str | None:
 
 
 def describe_placement(args: argparse.Namespace) -> str:
-    """One line a slot: who trains and who generates there."""
+    """One line a slot: who trains and who generates there. InputError for engines that this host's GPUs cannot run."""
     fleet = fleet_of(args)
+    if device.is_cuda():
+        _check_precision(args, fleet)
     users = [[f"training rank {slot}"] if slot < fleet.trainers else [] for slot in range(fleet.total)]
     for spec, first in zip(fleet.engines, fleet.first_numbers(), strict=True):
         for slot in spec.place:
@@ -154,8 +157,8 @@ def describe_placement(args: argparse.Namespace) -> str:
 
 
 def place(args: argparse.Namespace, fleet: Fleet) -> Placement:
-    """Reserve the run's slots. InputError, with the command that would start enough, where the cluster has too few;
-    RunError where they did not become free in time."""
+    """Reserve the run's slots. InputError, with the command that would start enough, where the cluster has too few, and
+    for engines that its GPUs cannot run; RunError where they did not become free in time."""
     total = fleet.total
     reaches_out = any(map(is_elsewhere, fleet.external))
     if total == 0:
@@ -172,6 +175,8 @@ def place(args: argparse.Namespace, fleet: Fleet) -> Placement:
             f"placement: the run needs {total} {resource} slots ({users}) and Ray has {available}; lower "
             f"{flags}, or start more: `ray start --head {flag} {total}`"
         )
+    if resource == "GPU":
+        _check_precision(args, fleet)
     slots = _reserve(total, resource, args.placement_timeout)
     try:
         engines = [slots[place.start : place.stop] for place in fleet.places()]
@@ -205,6 +210,19 @@ def _reserve(count: int, resource: str, timeout: float) -> list[Slot]:
 def _release(slots: list[Slot]) -> None:
     for group in {slot.group.id: slot.group for slot in slots if slot.group is not None}.values():
         remove_placement_group(group)
+
+
+def _check_precision(args: argparse.Namespace, fleet: Fleet) -> None:
+    """Raise InputError for engines that would compute in float32 on GPUs by kernels that are not made for it: they
+    would start, and die at their first request."""
+    for spec in fleet.engines:
+        flags = spec.sglang_flags
+        dtype = last_value(flags, "--dtype") or args.params_dtype
+        if spec.slots and dtype == "float32" and "--enable-deterministic-inference" not in flags:
+            raise InputError(
+                f"placement: {spec.model.called('engine')}s would compute in float32, for which SGLang's RMSNorm has "
+                "no kernel on GPUs: give --bf16 instead of --fp32, or --sglang-enable-deterministic-inference"
+            )
 
 
 def _check_engines(slots: list[Slot], spec: EngineSpec) -> None:

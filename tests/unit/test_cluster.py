@@ -203,6 +203,30 @@ def test_the_reward_model_has_the_last_slots_to_itself(kind: str, expected: list
     assert re.findall(r"\bengine 0 node \d", describe_placement(args)) == ["engine 0 node 0", "engine 0 node 1"]
 
 
+@pytest.mark.parametrize(
+    ("is_cuda", "trained", "served", "refused"),
+    [
+        (True, "float32", [], True),
+        (True, "float32", ["--dtype", "bfloat16"], False),
+        (True, "float32", ["--enable-deterministic-inference"], False),
+        (True, "bfloat16", ["--dtype", "float32"], True),
+        (True, "bfloat16", [], False),
+        (False, "float32", [], False),
+    ],
+)
+def test_engines_on_gpus_compute_in_float32_only_deterministically(
+    is_cuda: bool, trained: str, served: list[str], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement.device, "is_cuda", lambda: is_cuda)
+    args = slot_options("colocate", train=1, rollout=1)
+    args.params_dtype, args.sglang_cli = trained, served
+    if refused:
+        with pytest.raises(InputError, match=r"placement: engines would compute in float32, .* --bf16 instead of"):
+            describe_placement(args)
+    else:
+        assert "engine 0" in describe_placement(args)
+
+
 def test_servers_without_keys_stay_on_the_drivers_host() -> None:
     here, there = Slot(0, "10.0.0.1", None), Slot(1, "10.0.0.2", None)
     placement._check_loopback([here, here], "10.0.0.1")

@@ -263,10 +263,11 @@ def test_what_takes_too_long_or_says_nothing_is_an_error(
     assert isinstance(found, AgentError)
     assert "sample 7 took longer than SWE_ROLLOUT_GUARD_SEC=0.2" in str(found)
     monkeypatch.setattr(example, "KNOBS", dataclasses.replace(example.KNOBS, guard_s=100))
-    monkeypatch.setenv("SLIME_AGENT_MINI_EXTRA_ARGS", "--tries 0")
+    monkeypatch.setenv("SLIME_AGENT_MINI_EXTRA_ARGS", "--nobody-knows")
     (found,) = worked(args, sample_of("x"))
     assert isinstance(found, AgentError)
-    assert "mini ended with status 1 and no turn, on sample 7" in str(found)
+    assert "mini ended with status 2 and no turn, on sample 7: " in str(found)
+    assert str(found).endswith("unrecognized arguments: --nobody-knows")
 
 
 def test_work_that_the_rollouts_end_cuts_is_begun_anew(

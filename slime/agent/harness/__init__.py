@@ -2,7 +2,7 @@
 
 from slime.agent.harness.claude_code import CLAUDE_CODE, ClaudeCodeHarness
 from slime.agent.harness.codex import CODEX, CodexHarness
-from slime.agent.harness.common import BaseHarness, HarnessContext
+from slime.agent.harness.common import BaseHarness, HarnessContext, last_words
 from slime.agent.harness.mini import MINI, MiniHarness
 from slime.agent.harness.mini_swe import MINI_SWE, MiniSweHarness
 
@@ -21,4 +21,5 @@ __all__ = [
     "HarnessContext",
     "MiniHarness",
     "MiniSweHarness",
+    "last_words",
 ]

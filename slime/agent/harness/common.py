@@ -21,6 +21,7 @@ _TOOLS = "/opt/agent"
 _TAG = "agent-run"
 _INSTALL_S = 600
 _CALL_S = 60
+_LAST_BYTES = 500
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,7 @@ async def run_agent(
     sb: Sandbox, *, workdir: str, start_cmd: str, env: Mapping[str, str], time_budget_sec: float
 ) -> int:
     """Run an agent's command as user ``agent``, detached; its exit status, or `EXIT_TIME_BUDGET_EXCEEDED`."""
-    home = place(sb, HOME)
-    log = f"{workdir}/.harness/trajectory.jsonl"
+    home, log = place(sb, HOME), _log(workdir)
     await sb.exec(f"mkdir -p {shlex.quote(f'{workdir}/.harness')}", user="agent", check=True, timeout=_CALL_S)
     paths = f"export HOME={shlex.quote(home)} PATH={place(sb, _TOOLS)}/bin:/usr/local/bin:$PATH\n"
     code, _ = await exec_and_wait(
@@ -132,6 +132,16 @@ async def run_agent(
         out_file=log,
     )
     return code
+
+
+def _log(workdir: str) -> str:
+    return f"{workdir}/.harness/trajectory.jsonl"
+
+
+async def last_words(sb: Sandbox, workdir: str) -> str:
+    """The end of what an agent's program printed, which tells why it had no turn; empty where it printed nothing."""
+    _, text, _ = await sb.exec(f"tail -c {_LAST_BYTES} {shlex.quote(_log(workdir))}", user="agent", timeout=_CALL_S)
+    return text.strip()
 
 
 async def write_home(sb: Sandbox, path: str, content: str) -> None:

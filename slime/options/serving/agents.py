@@ -16,8 +16,9 @@ from slime.utils.calls import Call
 GENERATE = "slime.agent.rollout.generate"
 """What opens a session of the gateway for each sample, and has the agent talk to it."""
 _BY_PATH = f"custom_generate_function_path={written(GENERATE)}"
+EVERY_INTERFACE = ("", "0.0.0.0", "::")
+"""What a server may listen at, and no client reaches it by."""
 _OWN_ROLLOUTS = written(DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT)
-_EVERY_INTERFACE = ("0.0.0.0", "::")
 
 
 @dataclass
@@ -63,7 +64,7 @@ def check_agents(args: Namespace) -> None:
     it cannot listen: on this host, where the rollout manager runs; only a ``--dry-run`` may be elsewhere."""
     check(args, RULES)
     host, port = args.agent_host, args.agent_port
-    if host in _EVERY_INTERFACE:
+    if host in EVERY_INTERFACE:
         raise OptionError(f"--agent-host {host} is every interface: name the address at which agents reach this host")
     family = socket.AF_INET6 if ":" in (host or "") else socket.AF_INET
     with socket.socket(family) as probe:
