@@ -6,10 +6,10 @@ from argparse import Namespace
 from dataclasses import fields
 from typing import Any
 
-from slime.options.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions, derive_algorithm
 from slime.options.asynchronous import AsyncOptions
 from slime.options.debug import DebugOptions
 from slime.options.hooks import HookOptions
+from slime.options.learning.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions, derive_algorithm
 from slime.options.lora import LoraOptions
 
 _OTHERS: dict[str, Any] = {

@@ -13,7 +13,6 @@ from typing import Any
 from slime.entry.job_flags import given_words
 from slime.files.checkpoints import SavedModel
 from slime.files.model_directory import model_directory
-from slime.options.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions
 from slime.options.asynchronous import AsyncOptions
 from slime.options.checkpoint import CheckpointOptions
 from slime.options.checks.checkpoint_rules import check_saved_adapters
@@ -38,6 +37,7 @@ from slime.options.flags.schema import add_options, flag_named, flag_of, hook_fi
 from slime.options.flags.unavailable import add_upstream_attributes, explain_flag, split_without_effect, without_effect
 from slime.options.flags.values import read_yaml
 from slime.options.hooks import HookOptions
+from slime.options.learning.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions
 from slime.options.lora import LoraOptions, settle_lora_sync
 from slime.options.mtp import check_heads_training
 from slime.options.rollout import EngineOptions, RewardOptions, RolloutOptions

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from argparse import Namespace
 
-from slime.options.algorithm import CRITIC_ONLY
 from slime.options.errors import OptionError
+from slime.options.learning.algorithm import CRITIC_ONLY
 from slime.options.rules import Rule, check
 
 RULES = (

@@ -14,11 +14,11 @@ from typing import Any
 
 from slime.data.source.users_class import make_data_source
 from slime.entry.arguments import GROUPS, _add_hook_flags, _parse_yaml, _read_yaml
-from slime.options.algorithm import derive_algorithm
 from slime.options.checks.hook_paths import load_hooks
 from slime.options.eval_datasets import eval_datasets
 from slime.options.flags.parser import StrictParser
 from slime.options.flags.schema import add_options
+from slime.options.learning.algorithm import derive_algorithm
 from slime.options.serving.agents import GENERATE
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.engine.generation import prompt_tokens

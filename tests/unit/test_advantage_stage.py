@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slime.data import TrainBatch
-from slime.options.algorithm import WHITENED, AlgorithmOptions
+from slime.options.learning.algorithm import WHITENED, AlgorithmOptions
 from slime.training.loss.advantages import ESTIMATORS, set_advantages
 from slime.training.micro_batch import MicroBatch
 from tests.algorithm_options import algorithm_options

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slime.data import Ragged
-from slime.options.algorithm import AlgorithmOptions
+from slime.options.learning.algorithm import AlgorithmOptions
 from slime.training.loss.token_loss import (
     LOSSES,
     MAXIMUM,

@@ -8,11 +8,11 @@ import pytest
 
 from slime.entry.arguments import assemble
 from slime.options import lora, training
-from slime.options.algorithm import RULES as ALGORITHM
 from slime.options.checks import layout, validate
 from slime.options.checks.unheeded import UNHEEDED
 from slime.options.errors import OptionError
 from slime.options.flags.parser import StrictParser
+from slime.options.learning.algorithm import RULES as ALGORITHM
 from slime.options.rules import Rule, check, hold
 from slime.options.serving import reward_model
 

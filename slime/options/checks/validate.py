@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from slime.files.checkpoints import SavedModel
 from slime.options import asynchronous, cluster, data, debug, lora, mtp, rollout
 from slime.options import checkpoint as checkpoints
-from slime.options.algorithm import derive_algorithm
 from slime.options.asynchronous import check_staleness
 from slime.options.checks.checkpoint_rules import derive_checkpoints, load_release
 from slime.options.checks.export_rules import check_exports
@@ -19,6 +18,7 @@ from slime.options.errors import OptionError, Reasons
 from slime.options.eval_datasets import CONFIG, PAIRS, data_file, eval_datasets
 from slime.options.eval_datasets import RULES as EVAL_RULES
 from slime.options.flags.schema import flag_named
+from slime.options.learning.algorithm import derive_algorithm
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT, generates_itself
 from slime.options.rules import Rule, check
 from slime.options.serving.agents import check_agents
