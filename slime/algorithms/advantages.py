@@ -44,6 +44,17 @@ def group_relative(rewards: Tensor, mask: Tensor, kl: Tensor | None = None, kl_c
     return torch.where(mask.bool(), advantages, 0.0)
 
 
+def distilled(advantages: Tensor, mask: Tensor, reverse_kl: Tensor, coef: float) -> Tensor:
+    """Advantages less ``coef * reverse_kl`` at each token, in the advantages' type.
+
+    ``reverse_kl``, float [R, N], is ``log student(a_t) - log teacher(a_t)`` of the sampled tokens, whose mean over the
+    student's samples is KL(student || teacher) of each next token: the policy gradient of its negative is that of
+    MiniLLM (arXiv:2306.08543, section 2.2) without the terms of later tokens, on-policy distillation (arXiv:2306.13649)
+    by one sampled token. [R, N].
+    """
+    return advantages - torch.where(mask.bool(), coef * reverse_kl.to(advantages.dtype), 0.0)
+
+
 def reinforce_plus_plus(
     rewards: Tensor, mask: Tensor, kl: Tensor | None = None, *, kl_coef: float, gamma: float
 ) -> Tensor:

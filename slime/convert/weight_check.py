@@ -20,6 +20,7 @@ from slime.models import Family, family_of, hf_config, shape_from_hf, weight_sha
 from slime.models.adapters import adapter_family, targeted_sources
 from slime.models.family import ADAPTER_MARK, MODEL_PREFIXES, VALUE_HEAD_KEY, Row, check_names, holds_heads
 from slime.options.errors import OptionError
+from slime.options.learning.distillation import TEACHER_FLAG
 from slime.utils.errors import BadInputError, abbreviate
 
 Headers = Mapping[str, Header]
@@ -72,6 +73,8 @@ def check_weight_files(args: Namespace, resumed: SavedModel | None, *, downloade
     model = _Model(config, family_of(config), headers)
     if starts and not from_own:
         _check_source(args.ref_load_flag, ref, args, model, with_heads=args.enable_mtp_training)
+    if args.use_opd and args.opd_teacher_load is not None:
+        _check_source(TEACHER_FLAG, args.opd_teacher_load, args, model, with_heads=False)
     if resumed is not None:
         _check_stored("--load", resumed.directory, args, model, resumes=True)
     if args.use_critic:

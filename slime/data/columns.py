@@ -135,6 +135,9 @@ COLUMNS: tuple[Column, ...] = (
     # Under the behaviour policy, and under the reference model.
     Column("old_log_probs", np.float32, "response", made_by="trainer", upstream="log_probs", changeable=True),
     Column("ref_log_probs", np.float32, "response", made_by="trainer", changeable=True),
+    # Under the teacher, and how much less that is than the student's.
+    Column("teacher_log_probs", np.float32, "response", made_by="trainer"),
+    Column("opd_reverse_kl", np.float32, "response", made_by="trainer"),
     # The critic's before the rollout's first optimizer step, and what it is trained on.
     Column("values", np.float32, "response", made_by="trainer", changeable=True),
     Column("returns", np.float32, "response", made_by="trainer", changeable=True),

@@ -38,6 +38,7 @@ from slime.options.flags.unavailable import add_upstream_attributes, explain_fla
 from slime.options.flags.values import read_yaml
 from slime.options.hooks import HookOptions
 from slime.options.learning.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions
+from slime.options.learning.distillation import DistillationOptions
 from slime.options.lora import LoraOptions, settle_lora_sync
 from slime.options.mtp import check_heads_training
 from slime.options.rollout import EngineOptions, RewardOptions, RolloutOptions
@@ -67,6 +68,7 @@ GROUPS: tuple[type, ...] = (
     AlgorithmOptions,
     CorrectionOptions,
     CriticOptions,
+    DistillationOptions,
     LoraOptions,
     HookOptions,
     CheckpointOptions,

@@ -56,6 +56,9 @@ class MicroBatch:
     old_log_probs = ColumnByName[Any]()
     """Under the behaviour policy; None: the present pass's own."""
     ref_log_probs = ColumnByName[Any]()
+    teacher_log_probs = ColumnByName[Any]()
+    opd_reverse_kl = ColumnByName[Any]()
+    """The student's log-probs less the teacher's, as the advantages have them."""
 
     def __init__(self, batch: TrainBatch, rows: np.ndarray, step: OptimizerStep, layout: PackLayout) -> None:
         """The ``rows`` (int64) of ``batch``, this data-parallel rank's, in order, as one stream; the denominators of

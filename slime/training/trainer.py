@@ -26,7 +26,7 @@ from slime.training.loss.advantages import set_advantages
 from slime.training.loss.log_probs import logits, token_terms
 from slime.training.loss.token_loss import LOSSES, mismatch_report, reduce_tokens, step_metrics, value_loss
 from slime.training.memory.log import MemoryLog
-from slime.training.memory.weight_sets import REFERENCE
+from slime.training.memory.weight_sets import REFERENCE, TEACHER
 from slime.training.micro_batch import MicroBatch
 from slime.training.packing import PackLayout
 from slime.training.parallel import Parallel
@@ -169,10 +169,14 @@ class RolloutTrainer:
         """Those of the reference and those before the first step, where anything needs them."""
         args, trains_actor = self.args, self._trains_actor(rollout_id)
         before_training = args.kl_coef != 0 or any(getattr(args, name) is not None for name in _READS_LOG_PROBS)
+        before_training |= args.use_opd and not args.use_rollout_logprobs
         with _profiled(args, "train_log_probs", rollout_id):
             if args.needs_reference and (before_training or trains_actor):
                 with self._span("ref_log_probs"):
                     self._actor.compute_column(everything, "ref_log_probs", self._log_probs, REFERENCE)
+            if args.opd_type == "megatron":
+                with self._span("teacher_log_probs"):
+                    self._actor.compute_column(everything, "teacher_log_probs", self._log_probs, TEACHER)
             if before_training or (trains_actor and self._loss_needs_old_log_probs(steps)):
                 with self._span("log_probs"):
                     self._compute_old_log_probs(rollout_id, everything)

@@ -142,10 +142,11 @@ def train(
     actor = Learner(args, model_dir) if adapters is None else AdaptedLearner(args, model_dir, adapters)
     critic = Learner(args, model_dir, is_critic=True) if args.use_critic else None
     reference = Learner(args, model_dir)
+    teacher = Learner(args, Path(args.opd_teacher_load)) if args.use_opd else None
     outcome = Outcome()
     remaining = iter(rates or [])
     for rows, steps in rollouts:
-        known = Known(args, rows, actor, reference, critic)
+        known = Known(args, rows, actor, reference, critic, teacher)
         ids = list(dict.fromkeys(rows.rollout_ids.tolist()))
         size = len(ids) // steps
         parts = [[i for i in range(len(rows)) if rows.rollout_ids[i] in ids[s * size : (s + 1) * size]]
@@ -173,7 +174,13 @@ class Known:
 
     @torch.no_grad()
     def __init__(
-        self, args: Namespace, rows: TrainBatch, actor: Learner, reference: Learner, critic: Learner | None
+        self,
+        args: Namespace,
+        rows: TrainBatch,
+        actor: Learner,
+        reference: Learner,
+        critic: Learner | None,
+        teacher: Learner | None,
     ) -> None:
         self.nearest = math.inf
         every = range(len(rows))
@@ -199,6 +206,11 @@ class Known:
                 advantages, returns = _gae(args, reward, penalties[row], self.values[row], self.masks[row])
                 self.advantages.append(advantages)
                 self.returns.append(returns)
+        self.reverse_kl = None
+        if teacher is not None:
+            self.reverse_kl = [self.trainer[row] - teacher.policy_terms(rows, row)[0] for row in every]
+            for row in every:
+                self.advantages[row] = self.advantages[row] - args.opd_kl_coef * self.reverse_kl[row] * self.masks[row]
         if args.normalize_advantages:
             trained = torch.cat([a[m > 0] for a, m in zip(self.advantages, self.masks, strict=True)])
             mean, deviation = trained.mean(), (trained.var() + 1e-8).sqrt()
@@ -323,6 +335,8 @@ def _policy_loss(
         "rollout/log_probs": old,
         "rollout/advantages": advantages,
     }
+    if known.reverse_kl is not None:
+        report["train/opd_reverse_kl"] = known.reverse_kl[row]
     if args.use_opsm:
         drift = _row_mean((old - log_probs).detach(), mask)
         known.note(row, drift.expand(len(mask)), args.opsm_delta)

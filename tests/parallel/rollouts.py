@@ -54,7 +54,9 @@ TEXT = [7 * position % tiny.VOCAB for position in range(1, 14)]
 
 
 def arguments(model_dir: Path, **options: Any) -> Namespace:
-    """As `parse_args` would make them."""
+    """As `parse_args` would make them; a teacher's directory lies beside the student's."""
+    if options.get("use_opd"):
+        options["opd_teacher_load"] = f"{model_dir}_teacher"
     algorithm = algorithm_options(**{**OPTIONS, **options})
     return tiny.arguments(model_dir, **{"hf_checkpoint": str(model_dir), **vars(algorithm), **options})
 

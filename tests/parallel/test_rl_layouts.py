@@ -60,11 +60,11 @@ IN_CI: dict[str, tuple[str, ...]] = {
 IN_FULL = ("tp2_sp", "pp2", "dp2", "tp2_cp2", "cp2_dp2")
 """Without GPUs in the full tier only: what is special to each is in CI in another layout, or by test_trainer."""
 ONE_MORE_IN_CI: dict[str, tuple[tuple[str, str], ...]] = {
-    "tp2_sp": (("custom", ""), ("grpo", "recompute")),
-    "pp2": (("ppo", "first_of_1"),),
+    "tp2_sp": (("custom", ""), ("grpo", "recompute"), ("distilled", "")),
+    "pp2": (("ppo", "first_of_1"), ("distilled", "")),
     "pp2_vpp2": (("grpo_token", "chunks_of_0_2_1_1"),),
-    "cp2": (("custom_token", ""), ("cispo", "selective")),
-    "ep2": (("custom_token", ""), ("gspo", "selective_moe")),
+    "cp2": (("custom_token", ""), ("cispo", "selective"), ("distilled", "")),
+    "ep2": (("custom_token", ""), ("gspo", "selective_moe"), ("distilled", "")),
     "dp2": (("dr_grpo", ""),),
 }
 """Besides, with SGD only: case and variant."""
@@ -137,6 +137,7 @@ class Runs:
         if directory.exists():
             return
         tiny.model(kind).save_pretrained(directory)
+        tiny.model(kind, seed=100).save_pretrained(f"{directory}_teacher")
         args = rollouts.arguments(directory)
         for rollout_id, count in enumerate((16, 8)):
             rows = rollouts.uneven(rollout_id, count)

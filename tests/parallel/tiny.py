@@ -162,14 +162,14 @@ def config(kind: str) -> Any:
     return AutoConfig.for_model(**options)
 
 
-def model(kind: str) -> PreTrainedModel:
+def model(kind: str, seed: int = 1) -> PreTrainedModel:
     """A model with random weights, norms and biases included."""
-    return random_model(kind, config(kind))
+    return random_model(kind, config(kind), seed)
 
 
-def random_model(kind: str, config: Any) -> PreTrainedModel:
+def random_model(kind: str, config: Any, seed: int = 1) -> PreTrainedModel:
     """The same of another config."""
-    torch.manual_seed(1 + list(KINDS).index(kind))
+    torch.manual_seed(seed + list(KINDS).index(kind))
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     with torch.no_grad():
         for name, parameter in made.named_parameters():

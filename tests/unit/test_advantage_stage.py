@@ -102,6 +102,30 @@ def test_every_estimator(estimator: str, whitens: bool, penalty: dict[str, Any])
             assert column is None or not column[micro_batch.mask == 0].any()
 
 
+@pytest.mark.parametrize("of_engine", [False, True])
+@pytest.mark.parametrize("options", [{}, {"normalize_advantages": True}, {"kl_coef": 0.3}, {"opd_kl_coef": 0.0}])
+def test_a_teacher_weighs_in_before_advantages_are_whitened(options: dict[str, Any], of_engine: bool) -> None:
+    distils = {"use_opd": True, "opd_type": "megatron", "opd_kl_coef": 0.7, "use_rollout_logprobs": of_engine}
+    args = algorithm_options(**distils | options)
+    batch, columns, micro_batches = make(args)
+    teacher = near(columns["old_log_probs"], 2.0)
+    for micro_batch in micro_batches:
+        micro_batch.teacher_log_probs = put(batch, micro_batch, teacher)
+    set_advantages(args, batch, micro_batches, None)
+    student = engine_rows(batch) if of_engine else columns["old_log_probs"]
+    args.normalize_advantages, whitens = False, args.normalize_advantages
+    plain, _ = plain_stage(args, batch, columns)
+    difference = [s - t for s, t in zip(student, teacher, strict=True)]
+    wanted = [
+        (a - args.opd_kl_coef * d) * batch.loss_mask[i] for i, (a, d) in enumerate(zip(plain, difference, strict=True))
+    ]
+    same(
+        take(batch, micro_batches, [m.advantages for m in micro_batches]),
+        whitened(wanted, batch) if whitens else wanted,
+    )
+    same(take(batch, micro_batches, [m.opd_reverse_kl for m in micro_batches]), difference)
+
+
 def test_every_estimator_of_the_options_has_a_function() -> None:
     assert set(ESTIMATORS) == set(get_args(get_type_hints(AlgorithmOptions)["advantage_estimator"]))
 

@@ -49,7 +49,7 @@ def test_yaml_is_merged_before_derivation(parse: Parse, directory: Path, fails: 
     assert args.my_setting == {"deep": [1, 2]}
     for content, expected in (
         ("rollout_batch_size: many", "argument --rollout-batch-size: invalid int value: 'many'"),
-        ("use_opd: true", "--custom-config-path: --use-opd is not available yet"),
+        ("use_stateless_adam: true", "--custom-config-path: --use-stateless-adam is not available yet"),
         ("colocate: 3", "neither true nor false"),
         ("lr: true", "--lr takes a value"),
         ("- 1", "not a mapping"),

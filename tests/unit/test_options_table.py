@@ -141,9 +141,9 @@ def test_what_to_write_instead_is_available(known_flags: set[str]) -> None:
 
 @refused(
     """
---use-opd -> --use-opd is not available yet in this version
---opd-kl-coef 0.9 --use-distributed-post -> --opd-kl-coef is not available yet in this version: nothing
---window-size 9 --opd-type 1 -> has; --opd-type is not available yet in this version: nothing
+--release-train -> --release-train is not available yet in this version
+--rollout-task-type 9 --use-distributed-post -> --rollout-task-type is not available yet in this version: nothing
+--window-size 9 --megatron-config-path 1 -> has; --megatron-config-path is not available yet in this version: nothing
 --sglang-disaggregation-mode prefill -> use --prefill-num-servers, or worker_type in --sglang-config
 --sglang-tp-size 2 -> --sglang-tp-size is not available: use --rollout-num-gpus-per-engine
 --slime-router-timeout 3 -> the router is sglang-router
@@ -153,6 +153,7 @@ def test_what_to_write_instead_is_available(known_flags: set[str]) -> None:
 --sglang-router-policy random -> --sglang-router-policy is not available: use --router-policy
 --log-probs-chunk-size -1 -> logits of all tokens never exist at once; drop it
 --train-backend fsdp -> --train-backend fsdp is not available: Megatron trains
+--opd-type sglang -> --opd-type sglang is not available yet in this version
 --update-weight-mode=delta -> --update-weight-mode delta is not available yet
 """
 )

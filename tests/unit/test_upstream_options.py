@@ -69,9 +69,15 @@ def test_yaml_entries_that_mean_nothing_here_are_told_of(
 
 
 def test_all_reasons_come_at_once(fails: Fails) -> None:
-    words = "--use-opd --opd-type x --save-interval 3 --use-dynamic-batch-size --tensor-model-parallel-size 3"
-    line = fails(f"{words} --eps-clip-c 2 --advantage-estimator cispo")
-    for part in ("--use-opd", "--opd-type", "--save-interval 3", "--use-dynamic-batch-size needs", "--eps-clip-c"):
+    words = "--release-train --megatron-config-path x --save-interval 3 --use-dynamic-batch-size"
+    line = fails(f"{words} --tensor-model-parallel-size 3 --eps-clip-c 2 --advantage-estimator cispo")
+    for part in (
+        "--release-train",
+        "--megatron-config-path",
+        "--save-interval 3",
+        "--use-dynamic-batch-size needs",
+        "--eps-clip-c",
+    ):
         assert line.count(part) == 1, part
     assert "is not a multiple of" not in fails("--rm-typ x --tensor-model-parallel-size 3"), (
         "a misspelt flag comes first"

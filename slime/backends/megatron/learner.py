@@ -33,7 +33,7 @@ from slime.files.model_directory import stored_weights
 from slime.training.bad_steps import BAD_STEPS, leave_out
 from slime.training.checks import check_finite
 from slime.training.memory.sleep import SleepingTensors
-from slime.training.memory.weight_sets import CURRENT, REFERENCE, WeightSets
+from slime.training.memory.weight_sets import CURRENT, REFERENCE, TEACHER, WeightSets
 from slime.training.micro_batch import MicroBatch, Pass
 from slime.training.protocol import ColumnOf, LossOf, Report
 from slime.utils import device
@@ -82,6 +82,8 @@ class MegatronLearner:
             adapt(self.model_chunks)
         if keeps_reference:
             self.weights.keep(REFERENCE)
+        if role == "actor" and args.opd_type == "megatron":
+            self.weights.keep_loaded(TEACHER, partial(load_weights, self.model_chunks, args.opd_teacher_load))
         self.chunks = wrap_data_parallel(args, wrap(self.model_chunks))
         self._optimizer = make_optimizer(args, self.chunks)
         self._scheduler = make_scheduler(args, self._optimizer)

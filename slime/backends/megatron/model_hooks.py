@@ -16,7 +16,7 @@ from slime.utils.user_functions import call_user_function
 
 Model = list[Any]
 """One module a virtual pipeline stage, as the training loop calls them."""
-_STORE_PREFIXES = {"ref_log_probs": "ref_", "old_log_probs": ""}
+_STORE_PREFIXES = {"ref_log_probs": "ref_", "teacher_log_probs": "teacher_", "old_log_probs": ""}
 """What upstream calls the columns that hold log-probs, by how it begins their names."""
 
 

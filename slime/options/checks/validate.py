@@ -18,6 +18,7 @@ from slime.options.errors import OptionError, Reasons
 from slime.options.eval_datasets import CONFIG, PAIRS, data_file, eval_datasets
 from slime.options.eval_datasets import RULES as EVAL_RULES
 from slime.options.flags.schema import flag_named
+from slime.options.learning import distillation
 from slime.options.learning.algorithm import derive_algorithm
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT, generates_itself
 from slime.options.rules import Rule, check
@@ -32,7 +33,7 @@ ENGINE_KEEPS = 6
 RULES = (
     Rule("fp8 fp4", "is not available yet in this version"),
     *(debug.RULES + cluster.RULES + rollout.RULES + asynchronous.RULES + data.RULES + EVAL_RULES),
-    *(lora.RULES + mtp.RULES + checkpoints.RULES),
+    *(lora.RULES + mtp.RULES + checkpoints.RULES + distillation.RULES),
 )
 """What is known without the model's config."""
 
@@ -63,7 +64,8 @@ def derive_all(args: Namespace, warnings: list[str], reasons: Reasons) -> SavedM
     reasons.of(check_rewards, args)
     reasons.of(derive_reward_model, args, warnings)
     resumed: SavedModel | None = reasons.of(derive_checkpoints, args)
-    for rule in (derive_templates, check_exports, check_profile, _weight_update, check_agents):
+    derivations = (distillation.derive_distillation, derive_templates, check_exports, check_profile)
+    for rule in (*derivations, _weight_update, check_agents):
         reasons.of(rule, args)
     reasons.of(check_staleness, args, warnings)
     return resumed

@@ -60,9 +60,8 @@ _NOTHING = "nothing replaces it"
 NOT_YET: dict[str, str] = {
     _NOTHING: """
         --freeze-params-name-list --load-forge-rollout-data --megatron-config-path --multimodal-keys
-        --only-train-params-name-list --opd-kl-coef --opd-teacher-ckpt-step --opd-teacher-load --opd-type
-        --ref-update-interval --release-train --reset-optimizer-states
-        --rollout-task-type --update-weight-delta-checksum --update-weight-delta-encoding --use-opd
+        --only-train-params-name-list --ref-update-interval --release-train --reset-optimizer-states
+        --rollout-task-type --update-weight-delta-checksum --update-weight-delta-encoding
         --use-stateless-adam""",
     "drop it: routing is computed anew by the trainer": "--use-rollout-routing-replay --use-routing-replay",
     "a --rollout-function-path of your own may ask a server": "--fetch-trajectory-retry-times --rollout-buffer-url",
@@ -82,6 +81,7 @@ NOT_YET: dict[str, str] = {
 
 UNAVAILABLE_VALUES: dict[tuple[str, str], str] = {
     ("--log-probs-chunk-size", "-1"): ": logits of all tokens never exist at once; drop it",
+    ("--opd-type", "sglang"): " yet in this version",
     ("--train-backend", "fsdp"): ": Megatron trains, and its distributed optimizer shards optimizer state; drop it",
     ("--transformer-impl", "inference_optimized"): " yet in this version",
     ("--update-weight-mode", "delta"): " yet in this version",

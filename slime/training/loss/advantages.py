@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.algorithms.advantages import gae, group_relative, reinforce_plus_plus, whiten, whitening_sums
+from slime.algorithms.advantages import distilled, gae, group_relative, reinforce_plus_plus, whiten, whitening_sums
 from slime.algorithms.losses import kl_estimate
 from slime.data import TrainBatch
 from slime.data.columns import LOSS_MASK
@@ -103,6 +103,8 @@ def set_advantages(
         advantages, returns = _custom(args, micro_batches, inputs)
     else:
         advantages, returns = ESTIMATORS[args.advantage_estimator](args, inputs)
+    if args.use_opd:
+        advantages = distilled(advantages, inputs.mask, _reverse_kl(args, micro_batches, padded), args.opd_kl_coef)
     if args.normalize_advantages:
         sums = whitening_sums(advantages, inputs.mask)
         if group is not None and group.size() > 1:
@@ -111,6 +113,14 @@ def set_advantages(
     for name, values in (("advantages", advantages), ("returns", returns)):
         for m, part in response_parts(micro_batches, values[valid]) if values is not None else ():
             m.put(name, m.responses.scatter(part))
+
+
+def _reverse_kl(args: Namespace, micro_batches: list[MicroBatch], padded: Callable[[str], Tensor]) -> Tensor:
+    """The student's log-probs less the teacher's, which becomes a column, too. [R, N]."""
+    student = "rollout_log_probs" if args.use_rollout_logprobs else "old_log_probs"
+    for m in micro_batches:
+        m.opd_reverse_kl = cast(Tensor, m.get(student)) - m.teacher_log_probs
+    return padded("opd_reverse_kl")
 
 
 def _custom(args: Namespace, micro_batches: list[MicroBatch], inputs: Padded) -> tuple[Tensor, Tensor | None]:

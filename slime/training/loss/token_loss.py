@@ -102,6 +102,8 @@ def _add_reference(args: Namespace, batch: MicroBatch, log_probs: Tensor, log_ra
 
 def _add_mismatch(batch: MicroBatch, trainer: Tensor, result: TokenLoss) -> None:
     """How far the trainer's log-probs are from the engine's, for the same tokens."""
+    if batch.opd_reverse_kl is not None:
+        result.means["train/opd_reverse_kl"] = batch.opd_reverse_kl
     if batch.rollout_log_probs is None:
         return
     difference = (trainer - batch.rollout_log_probs).abs()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 
@@ -13,6 +13,7 @@ from slime.utils import device
 
 CURRENT = "current"
 REFERENCE = "ref"
+TEACHER = "teacher"
 
 
 class WeightSets:
@@ -36,6 +37,14 @@ class WeightSets:
             ]
         for copy, tensor in zip(self._copies[name], self._differing(), strict=True):
             copy.copy_(tensor)
+
+    def keep_loaded(self, name: str, load: Callable[[], None]) -> None:
+        """Keep, as ``name``, what ``load`` puts into the model, which has its own set again afterwards."""
+        own = self.current
+        self.keep(own)
+        load()
+        self.current = name
+        self.switch(own)
 
     def switch(self, name: str) -> None:
         """Put the kept set ``name`` into the model; the one that it held is kept. KeyError where it never was."""

@@ -1,0 +1,76 @@
+"""On-policy distillation: a teacher's log-probs of the tokens that the student has sampled join the advantages."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Literal
+
+from slime.files.checkpoints import checkpoint_directory, has_checkpoint
+from slime.options.errors import OptionError
+from slime.options.flags.schema import option
+from slime.options.rules import Rule
+
+TEACHER_FLAG = "--opd-teacher-load"
+
+
+@dataclass
+class DistillationOptions:
+    """On-policy distillation: the student learns from a teacher's log-probs of its own samples."""
+
+    use_opd: bool = option(
+        False,
+        "Subtract --opd-kl-coef times the student's log-prob minus the teacher's from the advantage of each token, "
+        "before these are whitened.",
+    )
+    opd_type: Literal["megatron"] | None = option(
+        None, "Who is the teacher: megatron, weights that take turns with the trained ones in the trainers."
+    )
+    opd_kl_coef: float = option(1.0, "Weight of the distillation beside the rewards; 0 only measures it.", at_least=0)
+    opd_teacher_load: str | None = option(
+        None,
+        "The teacher of --opd-type megatron, a Hugging Face or torch_dist directory of the same architecture as the "
+        "student.",
+    )
+    opd_teacher_ckpt_step: int | None = option(
+        None, "Which of the checkpoints in --opd-teacher-load; default the latest.", at_least=0
+    )
+
+
+RULES = (
+    Rule("use_opd", "needs", "opd_type"),
+    Rule("@opd_type @opd_kl_coef @opd_teacher_load @opd_teacher_ckpt_step", "has no effect without", "use_opd"),
+    Rule("opd_type=megatron", "needs", "opd_teacher_load", when="placement!=rollout_only"),
+    Rule("@opd_teacher_ckpt_step", "needs", "opd_teacher_load"),
+    Rule(
+        "use_opd",
+        "has no effect with",
+        "loss_type=sft_loss disable_compute_advantages_and_returns",
+        ", which leaves no advantages: drop it",
+    ),
+    Rule(
+        "opd_type=megatron",
+        "and",
+        "lora_rank",
+        " do not go together: beside adapters, the weights of the trainers are those of --hf-checkpoint for all",
+    ),
+)
+
+
+def derive_distillation(args: Namespace) -> None:
+    """The teacher's directory, absolute, of the chosen checkpoint; OptionError where there is none."""
+    if not args.use_opd or args.opd_teacher_load is None or args.placement == "rollout_only":
+        return
+    directory = os.path.abspath(os.path.expanduser(args.opd_teacher_load))
+    if not os.path.isdir(directory):
+        raise OptionError(f"{TEACHER_FLAG} {directory}: there is no such directory")
+    step = args.opd_teacher_ckpt_step
+    if step is not None:
+        if not has_checkpoint(directory):
+            raise OptionError(f"--opd-teacher-ckpt-step {step}: there are no checkpoints in {TEACHER_FLAG} {directory}")
+        chosen = checkpoint_directory(directory, step)
+        if not chosen.is_dir():
+            raise OptionError(f"--opd-teacher-ckpt-step {step}: {TEACHER_FLAG} {directory} has no {chosen.name}")
+        directory = str(chosen)
+    args.opd_teacher_load = directory

@@ -1,0 +1,56 @@
+"""Options of on-policy distillation on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import Fails, Flags, Parse, refused
+
+NUM_GPUS = 0
+OPD = "--use-opd --opd-type megatron"
+
+
+@pytest.fixture(autouse=True)
+def directory(launch_directory: Path) -> Path:
+    """The working directory of a test."""
+    saved = launch_directory / "saved"
+    (saved / "iter_0000004").mkdir(parents=True)
+    (saved / "latest_checkpointed_iteration.txt").write_text("4")
+    return launch_directory
+
+
+@refused(
+    f"""
+--use-opd -> --use-opd needs --opd-type
+--opd-type megatron -> --opd-type megatron has no effect without --use-opd
+--opd-kl-coef 1 -> --opd-kl-coef 1.0 has no effect without --use-opd
+--opd-teacher-load model -> --opd-teacher-load model has no effect without --use-opd
+{OPD} -> --opd-type megatron needs --opd-teacher-load
+{OPD} --opd-teacher-load /no/such -> --opd-teacher-load /no/such: there is no such directory
+{OPD} --opd-teacher-load model --opd-teacher-ckpt-step 3 -> --opd-teacher-ckpt-step 3: there are no checkpoints in
+{OPD} --opd-teacher-load saved --opd-teacher-ckpt-step 0 -> 0: --opd-teacher-load {{cwd}}/saved has no iter_0000000
+{OPD} --opd-teacher-load model --opd-kl-coef -1 -> argument --opd-kl-coef: must be at least 0
+{OPD} --opd-teacher-load model --lora-rank 4 -> --opd-type megatron and --lora-rank 4 do not go together
+{OPD} --opd-teacher-load model --loss-type sft_loss -> --use-opd has no effect with --loss-type sft_loss
+{OPD} --opd-teacher-load wide -> --opd-teacher-load {{cwd}}/wide: model.embed_tokens.weight is [300, 128]
+"""
+)
+def test_what_does_not_go_together(flags: Flags, message: str, fails: Fails, directory: Path) -> None:
+    wide = directory / "wide"
+    wide.mkdir()
+    for file in (directory / "model").iterdir():
+        (wide / file.name).write_bytes(file.read_bytes())
+    config = json.loads((wide / "config.json").read_text())
+    (wide / "config.json").write_text(json.dumps(config | {"hidden_size": 96}))
+    assert message.replace("{cwd}", str(directory)) in fails(*flags)
+
+
+def test_the_teacher_is_the_chosen_checkpoint(directory: Path, parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = parse(f"{OPD} --opd-teacher-load model")
+    assert (args.opd_teacher_load, args.opd_kl_coef) == (f"{directory}/model", 1.0)
+    monkeypatch.setattr("slime.convert.weight_check._check_source", lambda *_, **__: None)
+    args = parse(f"{OPD} --opd-teacher-load saved --opd-teacher-ckpt-step 4 --opd-kl-coef 0")
+    assert (args.opd_teacher_load, args.opd_kl_coef) == (f"{directory}/saved/iter_0000004", 0.0)
