@@ -23,7 +23,7 @@ from slime.rollout.batches.metrics import by_response, length_stats, pass_rates,
 from slime.rollout.engine.gate import FIRST
 from slime.rollout.engine.loop import run_all
 from slime.rollout.engine.state import rollout_state
-from slime.rollout.group import generate_and_rm
+from slime.rollout.groups.group import generate_and_rm
 from slime.rollout.sampling import eval_sampling_params, seeded
 from slime.utils.errors import BadInputError
 

@@ -17,11 +17,11 @@ from slime.data import Sample
 from slime.observability.trace import span
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
 from slime.rollout.batches.metrics import engine_metrics, speed_metrics
-from slime.rollout.collect import finish_batch, late
 from slime.rollout.engine.loop import background_loop, run_all
 from slime.rollout.engine.state import RolloutState, rollout_state
 from slime.rollout.engine.versions import staleness
-from slime.rollout.pool import Pool
+from slime.rollout.groups.collect import finish_batch, late
+from slime.rollout.groups.pool import Pool
 from slime.rollout.runtime import RolloutRuntime, current
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.errors import DeadlineError

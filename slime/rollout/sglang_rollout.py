@@ -8,10 +8,10 @@ from typing import Any
 from slime.data import Group
 from slime.data.source.prompts import draw_groups
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.collect import collect
 from slime.rollout.engine.generation import GenerateState, generate, prompt_tokens
 from slime.rollout.engine.loop import background_loop
-from slime.rollout.group import generate_and_rm, generate_and_rm_group
+from slime.rollout.groups.collect import collect
+from slime.rollout.groups.group import generate_and_rm, generate_and_rm_group
 from slime.rollout.model_urls import get_model_url
 
 __all__ = [

@@ -22,10 +22,10 @@ from slime.data.source.rollout_context import rollout_context
 from slime.data.source.users_class import restore_source, source_state
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.batches.train_data import to_train_batches
-from slime.rollout.collect import finish_batch
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.engine.state import RolloutState
-from slime.rollout.pool import Pool
+from slime.rollout.groups.collect import finish_batch
+from slime.rollout.groups.pool import Pool
 from slime.rollout.runtime import current
 from slime.rollout.sampling import train_sampling_params
 from slime.rollout.sglang_rollout import generate_and_rm

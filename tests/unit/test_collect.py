@@ -29,7 +29,7 @@ FILTERS = "slime.rollout.filter_hub.dynamic_sampling_filters"
 def test_over_sampling_keeps_the_first_and_puts_the_rest_back(
     make_args: Args, use: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slime.rollout.pool._DRAIN_GRACE_S", 60.0)
+    monkeypatch.setattr("slime.rollout.groups.pool._DRAIN_GRACE_S", 60.0)
     engine = Engine(monkeypatch, longest=5)
     use(FakeClient(engine))
     args = make_args(over_sampling_batch_size=8, sglang_server_concurrency=100)
@@ -67,7 +67,7 @@ def test_over_sampling_keeps_the_first_and_puts_the_rest_back(
 def test_partial_responses_go_on_in_the_next_rollout(
     make_args: Args, use: Use, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("slime.rollout.pool._DRAIN_GRACE_S", 60.0)
+    monkeypatch.setattr("slime.rollout.groups.pool._DRAIN_GRACE_S", 60.0)
     engine = Engine(monkeypatch, longest=4)
     engine.version = 3
     use(FakeClient(engine))

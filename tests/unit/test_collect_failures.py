@@ -48,7 +48,7 @@ def test_slow_judge_and_tool_do_not_hold_up_a_rollout_that_has_enough(
     make_args: Args, use: Use, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     Engine(monkeypatch, longest=10**6)
-    monkeypatch.setattr("slime.rollout.pool._ABORT_S", 200.0)
+    monkeypatch.setattr("slime.rollout.groups.pool._ABORT_S", 200.0)
     client = use(FakeClient())
     hook = hook_file(
         tmp_path,

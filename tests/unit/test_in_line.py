@@ -12,11 +12,11 @@ import pytest
 
 from slime.data import Sample
 from slime.data.source.prompts import draw_groups
-from slime.rollout.collect import collect
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.engine.gate import FIRST, Line
 from slime.rollout.engine.loop import background_loop
 from slime.rollout.engine.state import RolloutState
+from slime.rollout.groups.collect import collect
 from slime.rollout.runtime import RolloutRuntime
 from slime.utils.errors import DeadlineError
 from tests.fake_client import FakeClient, hook_file, reply, rollout

@@ -12,7 +12,7 @@ from examples.multi_agent import rollout_with_multi_agents as agents
 from slime.data import Sample, Status
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.engine.state import rollout_state
-from slime.rollout.group import GroupRun
+from slime.rollout.groups.group import GroupRun
 from slime.rollout.sampling import train_sampling_params
 from slime.rollout.tokenizer import load_tokenizer
 from tests.fake_client import FakeClient, rollout

@@ -13,7 +13,7 @@ import pytest
 from slime.data import Sample, Status
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.group import generate_and_rm
+from slime.rollout.groups.group import generate_and_rm
 from slime.utils.errors import HookError
 from tests.fake_client import FakeClient, accounts, hook_file, indices, rollout
 

@@ -15,8 +15,8 @@ from slime.backends.sglang.engine import Engine
 from slime.backends.sglang.router import Router
 from slime.data import Group
 from slime.entry.arguments import parse_args
-from slime.rollout.collect import collect
 from slime.rollout.data_source import RolloutDataSource
+from slime.rollout.groups.collect import collect
 from slime.rollout.sampling import train_sampling_params
 from slime.rollout.sglang_rollout import prompt_tokens
 from tools.benchmarks.lengths import length_of

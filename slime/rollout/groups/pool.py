@@ -21,7 +21,7 @@ from slime.rollout.engine.loop import cancel, in_own_thread
 from slime.rollout.engine.state import POSITION, RolloutState
 from slime.rollout.engine.versions import MASKED_TOKENS, mask_older_tokens, newest_version
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.group import GroupRun, untrainable
+from slime.rollout.groups.group import GroupRun, untrainable
 from slime.rollout.sampling import seeded, train_sampling_params
 from slime.rollout.user.hooks import call_hook
 from slime.utils.errors import HookError, SettingError

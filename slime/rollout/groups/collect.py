@@ -12,7 +12,7 @@ from slime.data.source.data_source import RolloutDataSource
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
 from slime.rollout.batches.metrics import engine_metrics, speed_metrics
 from slime.rollout.engine.state import RolloutState, rollout_state
-from slime.rollout.pool import Pool, call_batch_hook
+from slime.rollout.groups.pool import Pool, call_batch_hook
 from slime.utils.errors import DeadlineError, HookError
 
 
