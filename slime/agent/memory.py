@@ -12,6 +12,9 @@ from slime.agent.rendering import TurnRenderer
 from slime.agent.trajectory import MessageNode, Trajectory, TurnRecord
 from slime.data.rows.messages import Messages
 
+_PATHS = 8
+"""Of which a session's memory has the prompts at hand: those of other turns are put together of the path's parts."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -59,6 +62,8 @@ class TokenMemory:
     trajectory: Trajectory = field(default_factory=Trajectory)
     counters: Counters = field(default_factory=Counters)
     _chainer: Chainer = field(default_factory=Chainer)
+    _prompts: dict[MessageNode | None, list[int]] = field(default_factory=dict)
+    """Of the turns that are likely to be gone on from: the last ones of the latest paths."""
 
     def prompt(self, messages: Messages, tools: Any = None) -> Prompt:
         """The tokens of a conversation: of what is known of it those that the engine has had, and only what was said
@@ -75,7 +80,10 @@ class TokenMemory:
             return None
         node, end = found
         behind = self.renderer.next(node.reply.get("tool_calls"), messages[end:], node.turn.output_ids, tools)
-        return None if behind is None else ([*node.ids(), *behind], node, len(behind))
+        if behind is None:
+            return None
+        before = self._prompts.get(node) or node.before().tolist()
+        return [*before, *node.turn.output_ids, *behind], node, len(behind)
 
     def _whole(self, messages: Messages, tools: Any) -> tuple[list[int], MessageNode | None, int]:
         ids = self.renderer.first(messages, tools)
@@ -96,4 +104,9 @@ class TokenMemory:
         elif found is not None and found[0] is prompt.parent and found[1] < prompt.chain.answered[0][0]:
             self.counters.forks += 1  # what the model said since was not known again
         key = prompt.chain.with_reply(reply)
-        return self.trajectory.add(turn, prompt.parent, key=key, reply=reply, metadata=metadata)
+        node = self.trajectory.add(turn, prompt.parent, key=key, reply=reply, metadata=metadata)
+        self._prompts.pop(prompt.parent, None)
+        self._prompts[node] = prompt.ids
+        if len(self._prompts) > _PATHS:
+            del self._prompts[next(iter(self._prompts))]
+        return node

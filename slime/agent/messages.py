@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -44,54 +44,67 @@ class Chain:
 
 
 class Chainer:
-    """Makes chains, and remembers what each message says: clients send the same ones with every turn."""
+    """Makes chains, and remembers how conversations went on: clients send the same messages with every turn."""
 
     def __init__(self) -> None:
-        self._said: dict[bytes, tuple[str, str]] = {}
+        self._begun: dict[bytes, _Place] = {}
+        """By tools."""
 
     def chain(self, messages: Messages, tools: Any = None) -> Chain:
         """The keys of a conversation with these tools, in OpenAI's form."""
-        key, answered = _next(b"", _canonical(tools or [])), []
-        for end, step in self._steps(messages):
-            key = _next(key, step)
-            if messages[end - 1]["role"] == _ASSISTANT:
-                answered.append((end, key))
-        return Chain(tuple(reversed(answered)), key)
-
-    def _steps(self, messages: Messages) -> Iterator[tuple[int, str]]:
-        """The assistant's messages, and what was said between them, each with the number of messages up to its end."""
-        others: list[tuple[str, str]] = []
+        tools = tools or []
+        if (place := self._begun.get(raw := _raw(tools))) is None:
+            place = self._begun[raw] = _Place(_next(b"", _canonical(tools)))
+        answered = []
         for end, message in enumerate(messages, 1):
-            role, said = self._part(message)
-            if role != _ASSISTANT:
-                others.append((role, said))
-                continue
-            if others:
-                yield end - 1, _between(others)
-                others = []
-            yield end, said
-        if others:
-            yield len(messages), _between(others)
+            raw = _raw(message)
+            place = place.followed.get(raw) or place.follow(message, raw)
+            if place.is_answer:
+                answered.append((end, place.key))
+        return Chain(tuple(reversed(answered)), place.open)
 
-    def _part(self, message: dict[str, Any]) -> tuple[str, str]:
-        """A message's role, and what it says."""
-        try:
-            raw = orjson.dumps(message)
-        except (TypeError, ValueError):  # a number beyond 64 bits
-            return _said_by(message)
-        if raw not in self._said:
-            self._said[raw] = _said_by(message)
-        return self._said[raw]
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    """Where a conversation has come to.
+
+    Attributes:
+        key: of all up to the last of the assistant's messages.
+        others: what was said since, and by whom.
+        followed: by what was said next, where that led.
+    """
+
+    key: Key
+    others: tuple[tuple[str, str], ...] = ()
+    is_answer: bool = False
+    followed: dict[bytes, _Place] = field(default_factory=dict)
+
+    @property
+    def open(self) -> Key:
+        """The key of all of it."""
+        return _next(self.key, _between(self.others)) if self.others else self.key
+
+    def follow(self, message: dict[str, Any], raw: bytes) -> _Place:
+        """Where one more message leads, as JSON ``raw``."""
+        role = str(message["role"])
+        if role == _ASSISTANT:
+            place = _Place(_next(self.open, _said(message)), is_answer=True)
+        else:
+            place = _Place(self.key, (*self.others, (role, _squeezed(_words(message.get("content"))))))
+        self.followed[raw] = place
+        return place
+
+
+def _raw(value: Any) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except (TypeError, ValueError):  # a number beyond 64 bits, half a surrogate pair
+        return json.dumps(value, default=str).encode()
 
 
 def chain_of(messages: Messages, tools: Any = None) -> Chain:
     """The keys of one conversation."""
     return Chainer().chain(messages, tools)
-
-
-def _said_by(message: dict[str, Any]) -> tuple[str, str]:
-    role = str(message["role"])
-    return role, _said(message) if role == _ASSISTANT else _squeezed(_words(message.get("content")))
 
 
 def _said(message: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import copy
 import enum
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,8 @@ class MessageNode:
     """A turn in its tree.
 
     Attributes:
+        turn: without its prompt, of which the path has the tokens (`before`): a copy with each turn would take memory
+            that grows with the square of their number.
         added: prompt tokens (int32) behind the turn that it goes on from.
         output: tokens (int32) that the engine made.
         kept: of the output of ``parent``, the tokens that this path keeps: all, unless it is realigned.
@@ -91,9 +93,11 @@ class MessageNode:
             node = node.parent
         return nodes[::-1]
 
-    def ids(self) -> list[int]:
-        """All tokens up to the end of the output."""
-        return [*_before(self), *self.output.tolist()]
+    def before(self) -> np.ndarray:
+        """All tokens (int32) before the output."""
+        path = self.path
+        parts = [part for each, after in itertools.pairwise(path) for part in (each.added, each.output[: after.kept])]
+        return np.concatenate([*parts, self.added])
 
 
 class Trajectory:
@@ -137,15 +141,23 @@ class Trajectory:
         metadata: Mapping[str, Any] | None = None,
     ) -> MessageNode:
         """Add a turn whose prompt begins with the path of ``parent``, with all of its output or the first ``kept``
-        tokens of that; ``key`` is that of the conversation with its reply."""
-        prompt, output = _array(turn.prompt_ids), _array(turn.output_ids)
+        tokens of that; ``key`` is that of the conversation with its reply. ValueError where the turn has log-probs or
+        segments of more or fewer tokens than its output."""
+        output = _array(turn.output_ids)
+        for what, tokens in (
+            ("output_log_probs", len(turn.output_log_probs)),
+            ("segments", sum(length for _, length in turn.segments)),
+        ):
+            if tokens not in (0, len(output)):
+                raise ValueError(f"a turn of {len(output)} output_ids has {what} of {tokens}")
         drift, start = DriftKind.FORK, 0
         if parent is not None:
             drift = DriftKind.CLEAN if kept is None else DriftKind.REALIGN
             start = parent.length - (0 if kept is None else len(parent.output) - kept)
         whole = 0 if parent is None else len(parent.output) if kept is None else kept
-        sizes = whole, len(prompt) + len(output)
-        node = MessageNode(turn, parent, prompt[start:], output, *sizes, drift, reply or {}, metadata or {})
+        sizes = whole, len(turn.prompt_ids) + len(output)
+        added, turn = _array(turn.prompt_ids[start:]), replace(turn, prompt_ids=())
+        node = MessageNode(turn, parent, added, output, *sizes, drift, reply or {}, metadata or {})
         (self.roots if parent is None else parent.children).append(node)
         self.nodes.append(node)
         if key is not None:
@@ -163,7 +175,7 @@ class Trajectory:
         """One sample a path, in the order in which paths were begun: its response begins with the first turn that none
         before it has trained. All share the numbers of ``base`` and have the whole ``reward``; ``decode`` gives their
         text. Of more than ``max_tokens`` (0: no bound) the turns behind are left out, and the sample is truncated. A
-        path on which the model has said nothing is none, unless all are so."""
+        path of which nothing is trained is none, unless all are so."""
         done: set[int] = set()
         made = []
         for leaf in (node for node in self.nodes if not node.children):
@@ -173,15 +185,7 @@ class Trajectory:
             if (sample := _sample(base, path, first, decode, max_tokens)) is not None:
                 sample.reward = copy.deepcopy(reward) if reward is not None else sample.reward
                 made.append(sample)
-        return [sample for sample in made if sample.response_length] or made[:1]
-
-
-def _before(node: MessageNode) -> list[int]:
-    """All tokens before a turn's output."""
-    path = node.path
-    parts = [part for each, after in itertools.pairwise(path) for part in (each.added, each.output[: after.kept])]
-    ids: list[int] = np.concatenate([*parts, node.added]).tolist()
-    return ids
+        return [sample for sample in made if sample.effective_response_length] or made[:1]
 
 
 def _sample(
@@ -198,7 +202,7 @@ def _sample(
     sample = copy.copy(base)
     sample.metadata, sample.columns = dict(base.metadata), dict(base.columns)
     sample.reset_response()
-    sample.tokens = _before(kept[0])
+    sample.tokens = kept[0].before().tolist()
     for node, after in itertools.zip_longest(kept, kept[1:]):
         if node is not kept[0]:
             sample.append_response_tokens(tokens=node.added.tolist(), trainable=False)
@@ -233,11 +237,11 @@ def _array(ids: Sequence[int] | np.ndarray) -> np.ndarray:
 class TrajectoryManager:
     """The trajectories of sessions whose prompts somebody else renders."""
 
-    def __init__(self, fork_threshold_tokens: int = 1024) -> None:
+    def __init__(self, fork_threshold_tokens: int | None = None) -> None:
         """A prompt that differs from the conversation's tokens within those of its last answer is realigned where
-        fewer than ``fork_threshold_tokens`` are behind the difference: these are not trained then. Else it is a
-        fork."""
-        self._threshold = fork_threshold_tokens
+        fewer than ``fork_threshold_tokens`` (None: 1024) are behind the difference: these are not trained then. Else
+        it is a fork."""
+        self._threshold = 1024 if fork_threshold_tokens is None else fork_threshold_tokens
         self._sessions: dict[str, Trajectory] = {}
 
     def has_session(self, sid: str) -> bool:
@@ -275,7 +279,7 @@ class TrajectoryManager:
 
     def _realigned(self, node: MessageNode, prompt: np.ndarray) -> int | None:
         """How many tokens of a turn's output a prompt that drifts from it keeps; None where it drifts elsewhere."""
-        path = _array(node.ids())
+        path = np.concatenate([node.before(), node.output])
         differs = np.flatnonzero(path[: len(prompt)] != prompt[: len(path)])
         shared = int(differs[0]) if len(differs) else min(len(path), len(prompt))
         start = node.length - len(node.output)
@@ -290,10 +294,10 @@ class TrajectoryManager:
         extra_metadata: Mapping[str, Any] | None = None,
         max_sample_tokens: int = 0,
     ) -> list[Sample]:
-        """End a session: its samples (`Trajectory.samples`) on which the model has said something; none of a session
-        that is not there."""
+        """End a session: its samples (`Trajectory.samples`) of which something is trained; none of a session that is
+        not there."""
         trajectory = self._sessions.pop(sid, None)
         samples = [] if trajectory is None else trajectory.samples(base_sample, reward, max_tokens=max_sample_tokens)
         for sample in samples:
             sample.metadata |= extra_metadata or {}
-        return [sample for sample in samples if sample.response_length]
+        return [sample for sample in samples if sample.effective_response_length]

@@ -1,4 +1,5 @@
-"""Upstream's names for serving agents, as its users' generate functions call them; the engine is a stand-in."""
+"""Upstream's names for serving agents, as its users' generate functions call them; stand-ins are the engine and the
+programs of agents."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from transformers import AutoTokenizer
 
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
 from slime.agent.aiohttp_threaded import run_app_in_thread
-from slime.data import Sample
+from slime.agent.harness import CLAUDE_CODE, CODEX
+from slime.agent.sandbox import LocalSandbox, SandboxLimits, detached
+from slime.data import Sample, Status
 from tests import chat_templates
 
 NUM_GPUS = 0
@@ -24,7 +27,7 @@ QUESTION: Any = [{"role": "user", "content": "What?"}]
 
 
 class Engine:
-    """An HTTP server that answers with the same words, and keeps what it is asked for."""
+    """An HTTP server that answers with the same words, less likely each time, and keeps what it is asked for."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.ids = [*tokenizer("<think>Hm</think>Yes", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
@@ -39,7 +42,7 @@ class Engine:
         self.asked.append(await request.json())
         if len(self.asked) > 2:
             await self.waits.wait()
-        pairs = [[-0.25, token, None] for token in self.ids]
+        pairs = [[-0.25 * len(self.asked), token, None] for token in self.ids]
         meta = {"output_token_logprobs": pairs, "finish_reason": {"type": "stop"}, "weight_version": "4"}
         return web.json_response({"text": "", "output_ids": self.ids, "meta_info": meta})
 
@@ -164,3 +167,106 @@ def test_nobody_opens_a_session_by_asking(tokenizer: Any, headers: dict[str, str
 def test_every_interface_is_no_address() -> None:
     with pytest.raises(ValueError, match=r"host '0\.0\.0\.0' is every interface: name the one address"):
         run_app_in_thread(web.Application(), host="0.0.0.0", port=0)
+
+
+# ---- from end to end: a harness runs an agent's program in a sandbox, which asks an adapter, which asks the engine
+
+
+PROGRAM = """#!/usr/bin/env python3
+import json, os, sys, urllib.request
+
+def post(path, headers, body):
+    url = os.environ["ANTHROPIC_BASE_URL" if "ANTHROPIC_BASE_URL" in os.environ else "OPENAI_BASE_URL"] + path
+    headers = {{"Content-Type": "application/json", **headers}}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as reply:
+        return json.load(reply)
+
+{turns}
+"""
+CLAUDE = """
+key = {"Authorization": "Bearer " + os.environ["ANTHROPIC_AUTH_TOKEN"]}
+messages = [{"role": "user", "content": "mend it"}]
+for _ in range(2):
+    body = {"model": os.environ["ANTHROPIC_MODEL"], "max_tokens": 64, "messages": messages}
+    said = [block for block in post("/v1/messages", key, body)["content"] if block["type"] != "thinking"]
+    words = [{"type": "text", "text": "go on"}]
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": words}]
+"""
+CODEX_CHAT = """
+key, messages = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}, [{"role": "user", "content": "mend it"}]
+for _ in range(2):
+    reply = post("/chat/completions", key, {"model": "m", "max_tokens": 64, "messages": messages})
+    said = {"role": "assistant", "content": reply["choices"][0]["message"]["content"]}
+    messages += [said, {"role": "user", "content": "go on"}]
+"""
+CODEX_RESPONSES = """
+key, items = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}, [{"role": "user", "content": "mend it"}]
+for _ in range(2):
+    reply = post("/responses", key, {"model": "m", "max_output_tokens": 64, "input": items})
+    items += [item for item in reply["output"] if item["type"] == "message"] + [{"role": "user", "content": "go on"}]
+"""
+SILENT = "sys.exit(4)"
+
+
+@pytest.mark.parametrize(
+    ("harness", "kind", "turns", "status"),
+    [
+        pytest.param(CLAUDE_CODE, AnthropicAdapter, CLAUDE, 0, id="claude code"),
+        pytest.param(CODEX, OpenAIAdapter, CODEX_RESPONSES, 0, id="codex"),
+        pytest.param(CODEX, OpenAIAdapter, CODEX_CHAT, 0, id="codex, chat completions"),
+        pytest.param(CLAUDE_CODE, AnthropicAdapter, SILENT, 4, id="silent"),
+    ],
+)
+def test_what_an_agent_in_a_sandbox_was_told_is_one_sample(
+    harness: Any,
+    kind: Any,
+    turns: str,
+    status: int,
+    tokenizer: Any,
+    engine: tuple[Engine, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_in, url = engine
+    monkeypatch.setattr(detached, "_LAST_POLL_S", 0.1)
+    adapter = kind(tokenizer=tokenizer, sglang_url=url)
+    handle = run_app_in_thread(adapter.app, host="127.0.0.1", port=0)
+
+    async def rollout() -> list[Sample]:
+        adapter.open_session("sid-of-this-one", sampling_defaults={"max_new_tokens": 80})
+        async with LocalSandbox(SandboxLimits(memory_mb=1024), jail=False) as sandbox:
+            program = f"{sandbox.root}/opt/agent/bin/{'claude' if harness is CLAUDE_CODE else 'codex'}"
+            await sandbox.write_file(program, PROGRAM.format(turns=turns))
+            await sandbox.exec(f"chmod 755 {program}", check=True)
+            code = await harness.run(
+                sandbox,
+                workdir=f"{sandbox.root}/workspace",
+                session_id="sid-of-this-one",
+                adapter_url=handle.url,
+                time_budget_sec=30,
+                prompt="mend it",
+            )
+            log = await sandbox.read_file(f"{sandbox.root}/workspace/.harness/trajectory.jsonl", user="agent")
+        assert code == status, log
+        base = Sample(index=7, group_index=2, rollout_id=7, metadata={"image": "i"})
+        found: list[Sample] = await adapter.finish_session(
+            "sid-of-this-one", base_sample=base, reward=1.0, extra_metadata={"agent_exit_code": code}
+        )
+        return found
+
+    samples = asyncio.run(asyncio.wait_for(rollout(), 60))
+    handle.stop()
+    if turns is SILENT:
+        assert samples == [], "there is nothing to be trained"
+        return
+    (sample,) = samples
+    sample.check()
+    first, second = (asked["input_ids"] for asked in stand_in.asked)
+    before = [*first, *stand_in.ids]
+    assert second[: len(before)] == before, "though the client has left the thoughts out"
+    assert sample.tokens == [*second, *stand_in.ids]
+    said, told = len(stand_in.ids), len(second) - len(before)
+    assert sample.loss_mask == [1] * said + [0] * told + [1] * said
+    assert sample.rollout_log_probs == [-0.25] * said + [0.0] * told + [-0.5] * said
+    assert (sample.status, sample.reward, sample.rollout_id) == (Status.COMPLETED, 1.0, 7)
+    assert sample.metadata["agent_exit_code"] == 0
+    assert sample.metadata["image"] == "i"

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import random
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from slime.agent import memory as agent_memory
+from slime.agent import messages as agent_messages
 from slime.agent.memory import TokenMemory
-from slime.agent.messages import chain_of
+from slime.agent.messages import Chainer, chain_of
 from slime.agent.rendering import TurnRenderer
-from slime.agent.trajectory import DriftKind, TrajectoryManager, TurnRecord
-from slime.data import Sample, Status
+from slime.agent.trajectory import TurnRecord
+from slime.data import Sample
 from slime.rollout.batches.metrics import agent_metrics
 from tests import chat_templates
 from tests.small_rollout import CHATML
@@ -355,7 +358,7 @@ def test_a_later_system_message_is_in_the_prompt_wherever_the_template_has_it(
     memory = TokenMemory(TurnRenderer(tokenizers(name)))
     prompt = memory.prompt([QUESTION])
     said = {"role": "assistant", "content": "Two."}
-    memory.record(prompt, TurnRecord(prompt.ids, memory.renderer.encode("Two."), output_log_probs=[-1.0]), said)
+    memory.record(prompt, TurnRecord(prompt.ids, memory.renderer.encode("Two.")), said)
     later = memory.prompt([QUESTION, said, {"role": "system", "content": "Be quick."}, QUESTION])
     assert memory.renderer.decode(later.ids).count("Be quick.") == 1
     assert (later.parent is None) == moves
@@ -370,6 +373,75 @@ def test_the_cost_of_a_turn_is_that_of_what_was_said_since(tokenizers: Callable[
         rendered.append(client.memory.counters.rendered_tokens)
     assert rendered[0] > 5000
     assert max(after - before for before, after in itertools.pairwise(rendered)) < 500
+
+
+def _talk(memory: TokenMemory, messages: list[dict[str, Any]], turns: int) -> list[dict[str, Any]]:
+    """That many calls of a tool, each with what it told; every message is a new object, as from HTTP."""
+    for _ in range(turns):
+        number = memory.counters.turns
+        prompt = memory.prompt(copy.deepcopy(messages), TOOLS)
+        output = [number % 200] * 20
+        reply = {"role": "assistant", "content": "", "tool_calls": [call("cat", {"file": number})]}
+        memory.record(prompt, TurnRecord(prompt.ids, output, output_log_probs=[-1.0] * 20), reply)
+        messages = [*messages, reply, RESULTS[0] | {"content": f"{number} " + "word " * 20}]
+    return messages
+
+
+def test_what_a_session_keeps_grows_with_what_was_said_and_not_with_its_square(
+    tokenizers: Callable[[str], Any],
+) -> None:
+    memory = TokenMemory(TurnRenderer(tokenizers("QWEN_3")))
+    messages = _talk(memory, [QUESTION], 10)
+    sizes = []
+    tracemalloc.start()
+    for turns in (20, 20, 20):
+        before = tracemalloc.get_traced_memory()[0]
+        messages = _talk(memory, messages, turns)
+        sizes.append(tracemalloc.get_traced_memory()[0] - before)
+    tracemalloc.stop()
+    assert memory.counters.forks == 0
+    assert sizes[2] < 1.5 * sizes[0]
+
+
+def test_what_a_message_says_is_read_once(tokenizers: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Any] = []
+    words = agent_messages._words
+    monkeypatch.setattr(agent_messages, "_words", lambda content: read.append(content) or words(content))
+    _talk(TokenMemory(TurnRenderer(tokenizers("QWEN_3"))), [QUESTION], 30)
+    assert len(read) == 3 * 30 - 1, "each question or result, each answer as it is made and as it comes back"
+
+
+def test_what_is_remembered_of_conversations_changes_no_key() -> None:
+    """Of conversations that part and come together again, in any order, a number that is none of 64 bits among them."""
+    said: list[dict[str, Any]] = [
+        *(QUESTION, TURN, *RESULTS, TURN | {"content": "b"}, {"role": "assistant", "content": "\ud800"}),
+        *(TURN | {"tool_calls": [call("ls", {"a": value})]} for value in (1, True, 1.5, 2**70, 2**70 + 1)),
+        *({"role": "user", "content": [{"type": "text", "text": "x", "n": value}]} for value in (1, True, 2**70)),
+    ]
+    rng, remembering = random.Random(0), Chainer()
+    for _ in range(400):
+        messages = [QUESTION, *rng.choices(said, k=rng.randrange(6))]
+        tools = rng.choice([None, [], TOOLS, TOOLS[:1]])
+        assert remembering.chain(copy.deepcopy(messages), tools) == chain_of(messages, tools)
+
+
+@pytest.mark.parametrize("kept", [0, 2, 8])
+def test_prompts_are_the_same_whether_they_are_at_hand_or_put_together(
+    kept: int, tokenizers: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_memory, "_PATHS", kept)
+    client = Client(TokenMemory(TurnRenderer(tokenizers("CHATML"))), random.Random(0))
+    paths = [client.ask([{"role": "user", "content": str(number)}], TOOLS, known=False) for number in range(5)]
+    said = {number: client.asked[number][:2] for number in range(5)}
+    for turn in range(30):
+        number = turn * 7 % 5
+        paths[number] = client.ask(client.answered(paths[number]), TOOLS, known=True)
+        prompt, output = client.asked[-1][:2]
+        before = [*said[number][0], *said[number][1]]
+        assert prompt[: len(before)] == before
+        assert len(prompt) > len(before)
+        said[number] = prompt, output
+    assert len(client.memory._prompts) == min(kept, len(paths)), "one of each path"
 
 
 def test_metrics_tell_what_became_of_sessions() -> None:
@@ -392,75 +464,3 @@ def test_metrics_tell_what_became_of_sessions() -> None:
         "agent/prefix_cache_hit_rate": 0.3,
     }
     assert agent_metrics([Sample(metadata={"agent": "a user's"})]) == {}
-
-
-# ---- samples, and upstream's way in
-
-
-def turn(prompt: list[int], output: list[int], reason: str = "stop") -> TurnRecord:
-    return TurnRecord(prompt, output, reason, [-1.0] * len(output))
-
-
-def test_a_turn_that_two_paths_share_is_trained_in_the_first() -> None:
-    manager = TrajectoryManager()
-    said = {"role": "assistant", "content": "one"}
-    for prompt, output, messages in (
-        ([1, 2], [3, 4], [QUESTION]),
-        ([1, 2, 3, 4, 5], [6], [QUESTION, said, {"role": "user", "content": "a"}]),
-        ([1, 2, 3, 4, 9], [8, 7], [QUESTION, said, {"role": "user", "content": "b"}]),
-    ):
-        manager.record_turn("s", turn=turn(prompt, output), prompt_messages=messages, response_message=said)
-    assert (manager.turn_count("s"), manager.has_session("s")) == (3, True)
-    base = Sample(index=1, metadata={"a": 1}, label="x")
-    first, second = manager.get_trajectory("s", base_sample=base, reward=1.0, extra_metadata={"b": 2})
-    assert (first.tokens, first.loss_mask) == ([1, 2, 3, 4, 5, 6], [1, 1, 0, 1])
-    assert (second.tokens, second.loss_mask) == ([1, 2, 3, 4, 9, 8, 7], [1, 1])
-    assert [(each.reward, each.label, each.metadata) for each in (first, second)] == [(1.0, "x", {"a": 1, "b": 2})] * 2
-    assert base.metadata == {"a": 1}
-    assert base.tokens == []
-    assert manager.get_trajectory("s", base_sample=base) == [], "the first call ended it"
-    assert not manager.has_session("s")
-
-
-@pytest.mark.parametrize(
-    ("second", "threshold", "drift", "samples"),
-    [
-        ([1, 2, 3, 8, 9], 1, DriftKind.FORK, [([1, 2, 3, 4], [1, 1]), ([1, 2, 3, 8, 9, 5], [1])]),
-        ([1, 2, 3, 4, 9], 1, DriftKind.CLEAN, [([1, 2, 3, 4, 9, 5], [1, 1, 0, 1])]),
-        ([1, 2, 3, 8, 9], 2, DriftKind.REALIGN, [([1, 2, 3, 8, 9, 5], [1, 0, 0, 1])]),
-        ([1, 2, 7, 8, 9], 2, DriftKind.FORK, [([1, 2, 3, 4], [1, 1]), ([1, 2, 7, 8, 9, 5], [1])]),
-        ([1, 2, 7, 8, 9], 3, DriftKind.REALIGN, [([1, 2, 7, 8, 9, 5], [0, 0, 0, 1])]),
-        ([1, 7, 3, 4, 9], 9, DriftKind.FORK, [([1, 2, 3, 4], [1, 1]), ([1, 7, 3, 4, 9, 5], [1])]),
-    ],
-)
-def test_a_prompt_that_drifts_is_realigned_where_it_may_be(
-    second: list[int], threshold: int, drift: DriftKind, samples: list[tuple[list[int], list[int]]]
-) -> None:
-    manager = TrajectoryManager(fork_threshold_tokens=threshold)
-    said = {"role": "assistant", "content": "one"}
-    manager.record_turn("s", turn=turn([1, 2], [3, 4]), prompt_messages=[QUESTION], response_message=said)
-    node = manager.record_turn(
-        "s", turn=turn(second, [5]), prompt_messages=[QUESTION, said, QUESTION], response_message=said
-    )
-    assert node.drift is drift
-    found = manager.get_trajectory("s", base_sample=Sample())
-    if drift is DriftKind.REALIGN and threshold == 3:
-        assert found[0].loss_mask is not None
-        assert (found[0].tokens, sum(found[0].loss_mask)) == (samples[0][0], 1)
-        return
-    assert [(each.tokens, each.loss_mask) for each in found] == samples
-
-
-@pytest.mark.parametrize(("bound", "length"), [(0, 8), (8, 8), (7, 3), (2, None)])
-def test_a_sample_is_no_longer_than_it_may_be_and_says_how_it_ended(bound: int, length: int | None) -> None:
-    manager = TrajectoryManager()
-    said = {"role": "assistant", "content": "one"}
-    manager.record_turn("s", turn=turn([1], [2, 3]), prompt_messages=[QUESTION], response_message=said)
-    messages = [QUESTION, said, QUESTION]
-    manager.record_turn(
-        "s", turn=turn([1, 2, 3, 4], [5] * 4, "length"), prompt_messages=messages, response_message=said
-    )
-    samples = manager.get_trajectory("s", base_sample=Sample(), max_sample_tokens=bound)
-    assert [(len(sample.tokens), sample.status) for sample in samples] == (
-        [(length, Status.TRUNCATED)] if length else []
-    )

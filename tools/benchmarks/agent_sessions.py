@@ -3,22 +3,25 @@
     python3 -m tools.benchmarks.agent_sessions MODEL_DIR --sessions 64 --turns 200
 
 Each session calls a tool with every turn and is told its result. Printed are milliseconds of processor time that the
-token memory takes for a prompt, by the length of the conversation, and in the same run what rendering and tokenising
-all of it takes, as a server without a memory does with every turn; and turns a second with HTTP, reading and replies.
+token memory takes to give a prompt and to keep the turn, by the length of the conversation; in the same run what
+rendering and tokenising all of it takes, as a server without a memory does with every turn, and what reading the
+request's JSON takes; turns a second with HTTP, reading and replies; and memory, with that of the clients.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
+import resource
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -29,6 +32,7 @@ from slime.agent.gateway import Gateway
 from slime.agent.memory import Prompt, TokenMemory
 from slime.agent.rendering import TurnRenderer
 from slime.agent.session import Generated, Session
+from slime.agent.trajectory import MessageNode, TurnRecord
 from slime.data.rows.messages import Messages
 from slime.data.rows.tokenizer import load_tokenizer
 
@@ -45,6 +49,7 @@ _TOOLS = [
 ]
 _WORDS = ("the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "as", "with")
 _EVERY = 25
+T = TypeVar("T")
 
 
 class _Engine:
@@ -65,16 +70,25 @@ class _Engine:
 
 
 class _Timed(TokenMemory):
-    """Notes the processor time, in seconds, that each prompt takes: what other programs do meanwhile is not in it."""
+    """Notes the processor time, in seconds, that each turn takes: what other programs do meanwhile is not in it."""
 
     seconds = 0.0
 
     def prompt(self, messages: Messages, tools: Any = None) -> Prompt:
-        began = time.thread_time()
-        try:
-            return super().prompt(messages, tools)
-        finally:
-            self.seconds = time.thread_time() - began
+        made, self.seconds = _timed(super().prompt, messages, tools)
+        return made
+
+    def record(
+        self, prompt: Prompt, turn: TurnRecord, reply: Mapping[str, Any], metadata: Mapping[str, Any] | None = None
+    ) -> MessageNode:
+        node, seconds = _timed(super().record, prompt, turn, reply, metadata)
+        self.seconds += seconds
+        return node
+
+
+def _timed(work: Callable[..., T], *args: Any) -> tuple[T, float]:
+    began = time.thread_time()
+    return work(*args), time.thread_time() - began
 
 
 async def run(args: argparse.Namespace) -> None:
@@ -92,7 +106,8 @@ async def run(args: argparse.Namespace) -> None:
         session.memory = memory
     spent: dict[int, list[float]] = defaultdict(list)
     whole: dict[int, list[float]] = defaultdict(list)
-    began = time.monotonic()
+    read: dict[int, list[float]] = defaultdict(list)
+    began, memory_before = time.monotonic(), _memory()
 
     async def talk(session: Session, number: int) -> None:
         rng = random.Random(number)
@@ -104,9 +119,9 @@ async def run(args: argparse.Namespace) -> None:
                     message = (await reply.json())["choices"][0]["message"]
                 spent[turn].append(memories[number].seconds)
                 if turn % _EVERY == _EVERY - 1 and number < args.compared:
-                    started = time.thread_time()
-                    renderer.first(messages, _TOOLS)
-                    whole[turn].append(time.thread_time() - started)
+                    whole[turn].append(_timed(renderer.first, messages, _TOOLS)[1])
+                    body = json.dumps({"messages": messages, "tools": _TOOLS})
+                    read[turn].append(_timed(json.loads, body)[1])
                 told = " ".join(rng.choices(_WORDS, k=args.words))
                 message = {name: value for name, value in message.items() if value is not None}
                 result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": told}
@@ -119,13 +134,21 @@ async def run(args: argparse.Namespace) -> None:
         f"{args.sessions} sessions of {args.turns} turns, {args.words} words a tool result: {seconds:.0f} s, ", end=""
     )
     forks = sum(session.memory.counters.forks for session in sessions)
-    print(f"{args.sessions * args.turns / seconds:.0f} turns/s, {forks} forks")
-    print("| turn | tokens | prompt by memory, ms | rendered whole, ms | times |\n|---|---|---|---|---|")
+    print(f"{args.sessions * args.turns / seconds:.0f} turns/s, {forks} forks, ", end="")
+    print(f"{(_memory() - memory_before) / args.sessions:.1f} MiB a session")
+    print("Milliseconds:")
+    print("| turn | tokens | JSON read | token memory | rendered whole | times |\n|---|---|---|---|---|---|")
     nodes = sessions[0].memory.trajectory.nodes
     for turn, times in sorted(whole.items()):
         near = [value for other in range(max(0, turn - 4), turn + 1) for value in spent[other]]
-        known, all_of_it = 1000 * median(near), 1000 * median(times)
-        print(f"| {turn + 1} | {nodes[turn].length} | {known:.2f} | {all_of_it:.2f} | {all_of_it / known:.1f} |")
+        parsed, known, all_of_it = (1000 * median(some) for some in (read[turn], near, times))
+        figures = f"{parsed:.2f} | {known:.2f} | {all_of_it:.2f} | {all_of_it / known:.1f}"
+        print(f"| {turn + 1} | {nodes[turn].length} | {figures} |")
+
+
+def _memory() -> float:
+    """MiB of this process at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -132,7 +132,7 @@ class BaseAdapter:
         samples = opened.session.samples(base_sample, reward)
         for sample in samples:
             sample.metadata |= extra_metadata or {}
-        return [sample for sample in samples if sample.response_length]
+        return [sample for sample in samples if sample.effective_response_length]
 
     async def drop_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
         """End a session and forget it."""
@@ -169,8 +169,9 @@ class _Session(Session):
         reply = super()._reply(prompt, request, made, message, ill_formed)
         if self._watcher is not None:
             sid, callback = self._watcher
+            turn = replace(self.memory.trajectory.nodes[-1].turn, prompt_ids=prompt.ids)
             try:
-                callback(sid, request.messages, request.tools, message, self.memory.trajectory.nodes[-1].turn)
+                callback(sid, request.messages, request.tools, message, turn)
             except Exception:
                 logger.exception("debug_callback failed in session %s...", sid[:8])
         return reply

@@ -71,8 +71,8 @@ class ChatTemplate:
         """`text`, and where in it each message is: the template writes marks as it begins a message."""
         with _refusing():
             written = json.dumps([messages, tools, self._kwargs], ensure_ascii=False, default=str)
-        used = {*written, *self.source}
-        left, right = itertools.islice((chr(code) for code in _PRIVATE if chr(code) not in used), 2)
+        written += self.source
+        left, right = itertools.islice((chr(code) for code in _PRIVATE if chr(code) not in written), 2)
         numbers = {id(message): number for number, message in enumerate(messages)}
 
         def mark(kind: str, loop: int, message: Any = None) -> str:
