@@ -23,6 +23,7 @@ Values = Ragged | np.ndarray
 TOKENS = "tokens"
 LOSS_MASK = "loss_mask"
 METADATA = "metadata"
+TEACHER_LOG_PROBS = "teacher_log_probs"
 SAMPLE_INDICES = "sample_indices"
 ROLLOUT_MASK_SUMS = "rollout_mask_sums"
 _TAKEN = ("total_lengths", "response_lengths", "log_probs_and_entropy")
@@ -135,8 +136,8 @@ COLUMNS: tuple[Column, ...] = (
     # Under the behaviour policy, and under the reference model.
     Column("old_log_probs", np.float32, "response", made_by="trainer", upstream="log_probs", changeable=True),
     Column("ref_log_probs", np.float32, "response", made_by="trainer", changeable=True),
-    # Under the teacher, and how much less that is than the student's.
-    Column("teacher_log_probs", np.float32, "response", made_by="trainer"),
+    # Under the teacher, by a server or a pass of the trainer, and how much less that is than the student's.
+    Column(TEACHER_LOG_PROBS, np.float32, "response", wanted=lambda args: args.opd_type == "sglang"),
     Column("opd_reverse_kl", np.float32, "response", made_by="trainer"),
     # The critic's before the rollout's first optimizer step, and what it is trained on.
     Column("values", np.float32, "response", made_by="trainer", changeable=True),

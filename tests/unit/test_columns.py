@@ -302,10 +302,11 @@ def test_nobody_in_between_names_a_column() -> None:
 
 def test_every_column_of_a_rollout_is_made() -> None:
     """By their names, in what `to_columns` builds for a run that wants all of them."""
-    args = make_args(keep_old_actor=True, save_debug_train_data="x", loss_type="policy_loss")
+    args = make_args(keep_old_actor=True, save_debug_train_data="x", loss_type="policy_loss", opd_type="sglang")
     samples = make_samples(groups=1, per_group=2)
     for sample in samples:
         sample.rollout_log_probs = [-1.0] * sample.response_length
+        sample.columns["teacher_log_probs"] = [-2.0] * sample.response_length
         sample.weight_versions, sample.segment_starts = ["3"], [0]
         sample.segment_lengths = [sample.response_length]
     built = to_columns(args, samples)

@@ -11,6 +11,8 @@ from tests.command_line import Fails, Flags, Parse, refused
 
 NUM_GPUS = 0
 OPD = "--use-opd --opd-type megatron"
+SERVED = "--use-opd --opd-type sglang"
+URL = "--rm-url http://teacher.example:8000"
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +37,9 @@ def directory(launch_directory: Path) -> Path:
 {OPD} --opd-teacher-load model --opd-kl-coef -1 -> argument --opd-kl-coef: must be at least 0
 {OPD} --opd-teacher-load model --lora-rank 4 -> --opd-type megatron and --lora-rank 4 do not go together
 {OPD} --opd-teacher-load model --loss-type sft_loss -> --use-opd has no effect with --loss-type sft_loss
+{SERVED} -> --opd-type sglang needs --rm-model-path, --rm-url or --sglang-config, whom to ask
+{SERVED} {URL} --opd-teacher-load model -> --opd-teacher-load model has no effect with --opd-type sglang, which asks a
+{SERVED} {URL} --rollout-temperature 0.7 -> at temperature 1 alone, as SGLang scores prompts, and --rollout-temperature
 {OPD} --opd-teacher-load wide -> --opd-teacher-load {{cwd}}/wide: model.embed_tokens.weight is [300, 128]
 """
 )
@@ -54,3 +59,13 @@ def test_the_teacher_is_the_chosen_checkpoint(directory: Path, parse: Parse, mon
     monkeypatch.setattr("slime.convert.weight_check._check_source", lambda *_, **__: None)
     args = parse(f"{OPD} --opd-teacher-load saved --opd-teacher-ckpt-step 4 --opd-kl-coef 0")
     assert (args.opd_teacher_load, args.opd_kl_coef) == (f"{directory}/saved/iter_0000004", 0.0)
+
+
+def test_a_server_is_asked_by_the_reward_unless_a_function_of_ones_own_is(directory: Path, parse: Parse) -> None:
+    (directory / "mine.py").write_text("def reward_func(args, sample, **kwargs): ...\n")
+    path = "slime.rollout.on_policy_distillation.reward_func"
+    assert parse(f"{SERVED} {URL}", "--rm-type").custom_rm_path == path
+    assert parse(f"{SERVED} {URL} --custom-rm-path {path}").custom_rm_path == path
+    assert parse(f"{SERVED} --custom-rm-path mine.py").custom_rm_path == f"{directory}/mine.py:reward_func"
+    args = parse(f"{SERVED} --rm-model-path model --rm-num-gpus 1")
+    assert (args.custom_rm_path, args.rm_type, args.option_warnings) == (path, "math", [])

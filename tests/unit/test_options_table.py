@@ -153,7 +153,6 @@ def test_what_to_write_instead_is_available(known_flags: set[str]) -> None:
 --sglang-router-policy random -> --sglang-router-policy is not available: use --router-policy
 --log-probs-chunk-size -1 -> logits of all tokens never exist at once; drop it
 --train-backend fsdp -> --train-backend fsdp is not available: Megatron trains
---opd-type sglang -> --opd-type sglang is not available yet in this version
 --update-weight-mode=delta -> --update-weight-mode delta is not available yet
 """
 )

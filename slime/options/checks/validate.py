@@ -52,6 +52,7 @@ def derive_all(args: Namespace, warnings: list[str], reasons: Reasons) -> SavedM
     sides = {"rollout_only": args.debug_rollout_only, "train_only": args.debug_train_only, "colocate": args.colocate}
     args.placement = next((name for name, is_on in sides.items() if is_on), "disaggregate")
     load_release(args, warnings)
+    distillation.ask_the_teacher(args)
     if missing := list(_missing(args)):
         raise OptionError("; ".join(missing))
     reasons.of(derive_algorithm, args)

@@ -81,7 +81,6 @@ NOT_YET: dict[str, str] = {
 
 UNAVAILABLE_VALUES: dict[tuple[str, str], str] = {
     ("--log-probs-chunk-size", "-1"): ": logits of all tokens never exist at once; drop it",
-    ("--opd-type", "sglang"): " yet in this version",
     ("--train-backend", "fsdp"): ": Megatron trains, and its distributed optimizer shards optimizer state; drop it",
     ("--transformer-impl", "inference_optimized"): " yet in this version",
     ("--update-weight-mode", "delta"): " yet in this version",

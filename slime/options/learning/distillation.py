@@ -13,6 +13,8 @@ from slime.options.flags.schema import option
 from slime.options.rules import Rule
 
 TEACHER_FLAG = "--opd-teacher-load"
+REWARD_PATH = "slime.rollout.on_policy_distillation.reward_func"
+"""The ``--custom-rm-path`` that asks a server."""
 
 
 @dataclass
@@ -24,8 +26,10 @@ class DistillationOptions:
         "Subtract --opd-kl-coef times the student's log-prob minus the teacher's from the advantage of each token, "
         "before these are whitened.",
     )
-    opd_type: Literal["megatron"] | None = option(
-        None, "Who is the teacher: megatron, weights that take turns with the trained ones in the trainers."
+    opd_type: Literal["sglang", "megatron"] | None = option(
+        None,
+        "Who is the teacher: megatron, weights that take turns with the trained ones in the trainers; sglang, a "
+        "server: that of --rm-model-path, of a model 'teacher' in --sglang-config, or at --rm-url.",
     )
     opd_kl_coef: float = option(1.0, "Weight of the distillation beside the rewards; 0 only measures it.", at_least=0)
     opd_teacher_load: str | None = option(
@@ -43,6 +47,20 @@ RULES = (
     Rule("@opd_type @opd_kl_coef @opd_teacher_load @opd_teacher_ckpt_step", "has no effect without", "use_opd"),
     Rule("opd_type=megatron", "needs", "opd_teacher_load", when="placement!=rollout_only"),
     Rule("@opd_teacher_ckpt_step", "needs", "opd_teacher_load"),
+    Rule("opd_teacher_load", "has no effect with", "opd_type=sglang", ", which asks a server"),
+    Rule(
+        "opd_type=sglang",
+        "needs",
+        "rm_model_path rm_url sglang_config",
+        ", whom to ask",
+        when="placement!=train_only custom_rm_path=" + REWARD_PATH,
+    ),
+    Rule(
+        "opd_type=sglang",
+        "has log-probs at temperature 1 alone, as SGLang scores prompts, and",
+        "rollout_temperature!=1.0",
+        " would compare them with others: take 1, or --opd-type megatron",
+    ),
     Rule(
         "use_opd",
         "has no effect with",
@@ -56,6 +74,12 @@ RULES = (
         " do not go together: beside adapters, the weights of the trainers are those of --hf-checkpoint for all",
     ),
 )
+
+
+def ask_the_teacher(args: Namespace) -> None:
+    """Let `REWARD_PATH` score the samples of ``--opd-type sglang``, unless a function of the user's own does."""
+    if args.use_opd and args.opd_type == "sglang" and args.custom_rm_path is None:
+        args.custom_rm_path = REWARD_PATH
 
 
 def derive_distillation(args: Namespace) -> None:

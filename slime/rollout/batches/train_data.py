@@ -100,12 +100,12 @@ def to_columns(args: Namespace, samples: list[Sample], converted: Converted | No
 def _made_of_rollout(
     args: Namespace, samples: list[Sample], converted: Converted | None
 ) -> dict[str, Callable[[], Values | None]]:
-    rollout_ids = _rollout_ids(samples)
+    of_rollout = rollout_ids(samples)
     loss_mask = Ragged.from_rows((_loss_mask(s) for s in samples), np.uint8)
-    _, rollout_of_row = np.unique(rollout_ids, return_inverse=True)
+    _, rollout_of_row = np.unique(of_rollout, return_inverse=True)
     mask_sums = np.bincount(rollout_of_row, _row_sums(loss_mask)).astype(np.int64)[rollout_of_row]
     if converted is None:
-        raw_rewards, rewards = _rewards(args, samples, rollout_ids)
+        raw_rewards, rewards = _rewards(args, samples, of_rollout)
     else:
         raw_rewards = _reward_column(converted.raw_rewards, samples, "raw_reward")
         rewards = _reward_column(converted.rewards, samples, "reward")
@@ -119,7 +119,7 @@ def _made_of_rollout(
         "sample_indices": lambda: np.array(
             [i if s.index is None else s.index for i, s in enumerate(samples)], dtype=np.int64
         ),
-        "rollout_ids": lambda: rollout_ids,
+        "rollout_ids": lambda: of_rollout,
         "group_indices": lambda: np.array(
             [-1 if s.group_index is None else s.group_index for s in samples], dtype=np.int64
         ),
@@ -227,7 +227,7 @@ def _check_vocabulary(args: Namespace, samples: list[Sample], tokens: Values | N
         )
 
 
-def _rollout_ids(samples: list[Sample]) -> np.ndarray:
+def rollout_ids(samples: list[Sample]) -> np.ndarray:
     """A sample without a ``rollout_id`` is a rollout of its own, under a number that no other has."""
     unused = 1 + max((s.rollout_id for s in samples if s.rollout_id is not None), default=-1)
     return np.array(
@@ -301,6 +301,12 @@ def _rewards(args: Namespace, samples: list[Sample], rollout_ids: np.ndarray) ->
             _reward_column(raw_rewards, samples, f"raw reward of {flag}"),
             _reward_column(rewards, samples, f"reward of {flag}"),
         )
+    return usual_rewards(args, samples, rollout_ids)
+
+
+def usual_rewards(args: Namespace, samples: list[Sample], rollout_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Raw rewards, and these relative to their groups as the options have it; float64 [samples]. ValueError of a sample
+    without a reward, or without a group where groups are compared."""
     raw = _reward_column([s.get_reward_value(args) for s in samples], samples, "reward")
     shaped = raw + _overlong_penalties(args, samples)
     if args.reward_baseline is None:

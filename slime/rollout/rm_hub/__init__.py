@@ -24,6 +24,7 @@ __all__ = [
     "Reward",
     "async_rm",
     "batched_async_rm",
+    "built_in_reward",
     "grade_answer_verl",
     "judge_of",
     "remote_rm",
@@ -47,7 +48,7 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
     """
     hook = hook_of(args, sample)
     if hook is None:
-        return await _built_in(args, sample)
+        return await built_in_reward(args, sample)
     (reward,) = await custom_rewards(args, [sample], *hook, kwargs)
     return reward
 
@@ -66,7 +67,7 @@ async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs:
     async def judge(places: list[int]) -> list[Reward]:
         judged, hook = [samples[place] for place in places], hooks[places[0]]
         if hook is None:
-            return [await _built_in(args, judged[0])]
+            return [await built_in_reward(args, judged[0])]
         return await custom_rewards(args, judged, *hook, kwargs)
 
     rewards = chain(*await run_all([judge(places) for places in together.values()]))
@@ -93,7 +94,8 @@ def _rm_type(args: Namespace, sample: Sample) -> str | None:
     return sample.metadata.get("rm_type") or args.rm_type
 
 
-async def _built_in(args: Namespace, sample: Sample) -> Reward:
+async def built_in_reward(args: Namespace, sample: Sample) -> Reward:
+    """That of ``metadata["rm_type"]``, else of ``--rm-type``; BadInputError where there is none of that name."""
     name = _rm_type(args, sample)
     if not name:
         raise BadInputError(

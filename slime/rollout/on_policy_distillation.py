@@ -1,0 +1,87 @@
+"""On-policy distillation from a server: a teacher's log-probs of what the student has sampled (docs/algorithms.md).
+
+`reward_func` is the ``--custom-rm-path`` of ``--opd-type sglang``, by default; under upstream's names for its flags.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from slime.data import Sample
+from slime.data.columns import TEACHER_LOG_PROBS
+from slime.rollout.batches.train_data import rollout_ids, usual_rewards
+from slime.rollout.model_urls import REWARD, TEACHER, get_model_url
+from slime.rollout.rm_hub import Reward, built_in_reward
+from slime.utils.errors import BadInputError
+from slime.utils.http_utils import RequestError, post
+from slime.utils.redaction import redacted_line
+
+_TRIES = 5
+"""After the first, of a request that failed on its way."""
+
+
+async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
+    """Have the teacher score the sample, and give the reward of ``metadata["rm_type"]`` or ``--rm-type``, or 0.
+
+    The teacher is the model that ``metadata["opd_teacher"]`` names, else the server at ``--rm-url``, else the run's
+    own model ``teacher``, else that of ``--rm-model-path``.
+
+    Raises:
+        BadInputError: there is no such teacher, or it does not answer with a log-prob for every token.
+        RequestError: the request failed for good.
+    """
+    if sample.response_length:
+        sample.columns[TEACHER_LOG_PROBS] = await _log_probs(teacher_url(args, sample), sample)
+    return await built_in_reward(args, sample) if sample.metadata.get("rm_type") or args.rm_type else 0.0
+
+
+def teacher_url(args: Namespace, sample: Sample) -> str:
+    """Who scores a sample; BadInputError where nobody of that name is served."""
+    name = sample.metadata.get("opd_teacher")
+    if name is None and args.rm_url:
+        url = urlsplit(args.rm_url)
+        return args.rm_url if url.path.strip("/") else url._replace(path="/generate").geturl()
+    if name is None:
+        name = TEACHER if TEACHER in args.sglang_model_routers else REWARD
+    try:
+        return get_model_url(args, name)
+    except ValueError as error:
+        raise BadInputError(f"sample {sample.index}: the teacher of on-policy distillation: {error}") from error
+
+
+async def _log_probs(url: str, sample: Sample) -> np.ndarray:
+    """float32 [response_length], at temperature 1: SGLang divides no logits of a prompt by any."""
+    payload = {
+        "input_ids": sample.tokens,
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 0, "skip_special_tokens": False},
+        "return_logprob": True,
+        "logprob_start_len": len(sample.tokens) - sample.response_length - 1,
+    }
+    try:
+        reply = await post(url, payload, max_retries=_TRIES)
+    except RequestError as error:
+        raise RequestError(f"the teacher of on-policy distillation: {error}", error.status) from error
+    try:
+        scored = reply["meta_info"]["input_token_logprobs"][-sample.response_length :]
+        values = np.array([value for value, *_ in scored], dtype=np.float32)
+        ids = [int(token) for _, token, *_ in scored]
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadInputError(f"{redacted_line(url)} is no SGLang server that scores prompts: {reply!r:.120}") from error
+    wanted = sample.tokens[-sample.response_length :]
+    if ids != wanted or not np.isfinite(values).all():
+        raise BadInputError(
+            f"{redacted_line(url)} did not score the {len(wanted)} response tokens of sample {sample.index}, but "
+            f"{len(ids)} or others: the teacher must have the student's tokenizer, and a context as long"
+        )
+    return values
+
+
+def post_process_rewards(args: Namespace, samples: list[Sample]) -> tuple[list[float], list[float]]:
+    """Upstream's ``--custom-reward-post-process-path``: raw rewards, and what becomes of them within groups, as without
+    the flag. Upstream gives 0 for all: here ``--rm-type`` counts, where it is given."""
+    raw, rewards = usual_rewards(args, samples, rollout_ids(samples))
+    return raw.tolist(), rewards.tolist()

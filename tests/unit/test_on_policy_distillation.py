@@ -1,0 +1,117 @@
+"""The functions that ask a server what a teacher thinks of a sample."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slime.data import Sample
+from slime.rollout import on_policy_distillation as opd
+from slime.utils.errors import BadInputError
+
+NUM_GPUS = 0
+SERVED = {"actor": ("10.0.0.1", 1), "reward": ("10.0.0.2", 2)}
+
+
+def arguments(**options: Any) -> Namespace:
+    usual = {"rm_url": None, "rm_type": None, "sglang_model_routers": SERVED, "sglang_router_ip": None}
+    others = {"reward_baseline": "mean", "reward_std": True, "overlong_buffer_len": None}
+    return Namespace(**{**usual, **others, **options})
+
+
+def sample(**fields: Any) -> Sample:
+    return Sample(**{"index": 3, "tokens": [5, 6, 7, 8], "response_length": 2, "response": "xy", **fields})
+
+
+@pytest.mark.parametrize(
+    ("options", "metadata", "expected"),
+    [
+        ({}, {}, "http://10.0.0.2:2/generate"),
+        ({"sglang_model_routers": SERVED | {"teacher": ("10.0.0.3", 3)}}, {}, "http://10.0.0.3:3/generate"),
+        ({"rm_url": "http://t:9"}, {}, "http://t:9/generate"),
+        ({"rm_url": "http://t:9/v2/generate"}, {}, "http://t:9/v2/generate"),
+        ({"rm_url": "http://t:9"}, {"opd_teacher": "reward"}, "http://10.0.0.2:2/generate"),
+    ],
+)
+def test_who_is_asked(options: dict[str, Any], metadata: dict[str, Any], expected: str) -> None:
+    assert opd.teacher_url(arguments(**options), sample(metadata=metadata)) == expected
+
+
+def test_a_teacher_that_nobody_serves() -> None:
+    with pytest.raises(
+        BadInputError, match=r"^sample 3: the teacher of on-policy .*no model 'math', served are: actor, r"
+    ):
+        opd.teacher_url(arguments(), sample(metadata={"opd_teacher": "math"}))
+
+
+class Teacher:
+    """Answers as an SGLang server does, from ``logprob_start_len`` on."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self._changes = changes
+
+    async def __call__(self, url: str, payload: dict[str, Any], **_: Any) -> Any:
+        self.asked.append(payload)
+        ids = payload["input_ids"][payload["logprob_start_len"] :]
+        scored = [[None if i == 0 else -float(token), token, None] for i, token in enumerate(ids)]
+        return {"text": "", "meta_info": {"input_token_logprobs": scored, **self._changes}}
+
+
+@pytest.fixture
+def teacher(monkeypatch: pytest.MonkeyPatch) -> Teacher:
+    made = Teacher()
+    monkeypatch.setattr(opd, "post", made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "reward"),
+    [
+        ({}, {}, 0.0),
+        ({"rm_type": "math"}, {"response": r"\boxed{4}", "label": "4"}, 1.0),
+        ({"rm_type": "math"}, {"response": "a b", "label": "a b", "metadata": {"rm_type": "f1"}}, 1.0),
+    ],
+)
+def test_the_teachers_log_probs_and_the_reward_of_the_task(
+    options: dict[str, Any], fields: dict[str, Any], reward: float, teacher: Teacher
+) -> None:
+    scored = sample(**fields)
+    assert asyncio.run(opd.reward_func(arguments(**options), scored)) == reward
+    column = scored.columns["teacher_log_probs"]
+    assert (column.dtype, column.tolist()) == (np.float32, [-7.0, -8.0])
+    (asked,) = teacher.asked
+    assert asked["sampling_params"]["max_new_tokens"] == 0
+    assert (asked["input_ids"], asked["return_logprob"], asked["logprob_start_len"]) == ([5, 6, 7, 8], True, 1)
+
+
+def test_a_sample_without_a_response_is_not_scored(teacher: Teacher) -> None:
+    empty = sample(tokens=[5, 6], response_length=0, response="")
+    assert asyncio.run(opd.reward_func(arguments(), empty)) == 0.0
+    assert (teacher.asked, empty.columns) == ([], {})
+
+
+@pytest.mark.parametrize(
+    ("scored", "expected"),
+    [
+        ([[None, 6, None], [-1.0, 7, None], [-2.0, 9, None]], "did not score the 2 response tokens of sample 3"),
+        ([[None, 8, None]], "is no SGLang server|did not score"),
+        ([[None, 6, None], [-1.0, 7, None], [float("-inf"), 8, None]], "did not score the 2 response tokens"),
+        ("nothing", "is no SGLang server that scores prompts"),
+    ],
+)
+def test_answers_that_score_other_tokens(scored: Any, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opd, "post", Teacher(input_token_logprobs=scored))
+    with pytest.raises(BadInputError, match=rf"^http://t:9/generate ({expected})"):
+        asyncio.run(opd.reward_func(arguments(rm_url="http://t:9"), sample()))
+
+
+def test_rewards_are_those_without_the_flag() -> None:
+    samples = [sample(index=i, group_index=0, reward=float(i == 0)) for i in range(4)]
+    raw, rewards = opd.post_process_rewards(arguments(), samples)
+    assert raw == [1.0, 0.0, 0.0, 0.0]
+    assert np.allclose(rewards, [1.5, -0.5, -0.5, -0.5], atol=1e-5)
