@@ -38,7 +38,7 @@ from slime.options.flags.unavailable import add_upstream_attributes, explain_fla
 from slime.options.flags.values import read_yaml
 from slime.options.hooks import HookOptions
 from slime.options.learning.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions
-from slime.options.learning.distillation import DistillationOptions
+from slime.options.learning.distillation import DistillationOptions, check_teachers_tokenizer
 from slime.options.lora import LoraOptions, settle_lora_sync
 from slime.options.mtp import check_heads_training
 from slime.options.rollout import EngineOptions, RewardOptions, RolloutOptions
@@ -287,6 +287,7 @@ def _resolve(args: argparse.Namespace, values: Mapping[str, Any], asynchronous: 
     args.hf_checkpoint = found or args.hf_checkpoint
     reasons.of(find_reward_model, args)
     reasons.of(find_models, args)
+    reasons.of(check_teachers_tokenizer, args)
     reasons.of(take_shape, args, given, warnings)
     reasons.of(check_heads_training, args, warnings)
     reasons.of(check_quantization, args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,21 @@ def test_a_server_is_asked_by_the_reward_unless_a_function_of_ones_own_is(direct
     assert parse(f"{SERVED} --custom-rm-path mine.py").custom_rm_path == f"{directory}/mine.py:reward_func"
     args = parse(f"{SERVED} --rm-model-path model --rm-num-gpus 1")
     assert (args.custom_rm_path, args.rm_type, args.option_warnings) == (path, "math", [])
+
+
+@pytest.mark.parametrize(
+    "words", [f"{OPD} --opd-teacher-load other", f"{SERVED} --rm-model-path other --rm-num-gpus 1"]
+)
+def test_the_teachers_tokenizer_is_the_students(words: str, directory: Path, parse: Parse, fails: Fails) -> None:
+    shutil.copytree(directory / "model", directory / "other")
+    tokenizers = [
+        {"model": {"vocab": {"a": 0, "b": at}}, "added_tokens": [{"content": "c", "id": 3 - at}]} for at in (1, 2)
+    ]
+    (directory / "other" / "tokenizer.json").write_text(json.dumps(tokenizers[0]))
+    parse(words)
+    (directory / "model" / "tokenizer.json").write_text(json.dumps(tokenizers[0]))
+    parse(words)
+    (directory / "other" / "tokenizer.json").write_text(json.dumps(tokenizers[1]))
+    line = fails(words)
+    assert f" {directory}/other: its tokenizer is not that of --hf-checkpoint {directory}/model (" in line
+    assert " and 3 more): a teacher scores the student's token ids" in line

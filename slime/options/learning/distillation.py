@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from slime.files.checkpoints import checkpoint_directory, has_checkpoint
 from slime.options.errors import OptionError
@@ -98,3 +100,35 @@ def derive_distillation(args: Namespace) -> None:
             raise OptionError(f"--opd-teacher-ckpt-step {step}: {TEACHER_FLAG} {directory} has no {chosen.name}")
         directory = str(chosen)
     args.opd_teacher_load = directory
+
+
+def check_teachers_tokenizer(args: Namespace) -> None:
+    """OptionError for a teacher in whose tokens the student's ids are others; of one whose files are not here nothing
+    is known. `find_reward_model` comes before."""
+    if not args.use_opd or args.placement == "rollout_only":
+        return
+    served = args.rm_model_path if args.rm_num_gpus else None
+    flag, directory = (
+        ("--rm-model-path", served) if args.opd_type == "sglang" else (TEACHER_FLAG, args.opd_teacher_load)
+    )
+    if directory is None:
+        return
+    student, teacher = (_token_ids(Path(place)) for place in (args.hf_checkpoint, directory))
+    if student and teacher and (differing := sorted(student.items() ^ teacher.items())):
+        raise OptionError(
+            f"{flag} {directory}: its tokenizer is not that of --hf-checkpoint {args.hf_checkpoint} "
+            f"({differing[0][0]!r} and {len(differing) - 1} more): a teacher scores the student's token ids"
+        )
+
+
+def _token_ids(directory: Path) -> dict[str, int]:
+    """Of a ``tokenizer.json``; empty where there is none, or one without ids."""
+    try:
+        tokenizer = json.loads((directory / "tokenizer.json").read_text())
+        vocabulary: Any = tokenizer["model"]["vocab"]
+        added = {each["content"]: each["id"] for each in tokenizer.get("added_tokens") or ()}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    if isinstance(vocabulary, list):  # unigram: pairs of token and score
+        vocabulary = {token: number for number, (token, *_) in enumerate(vocabulary)}
+    return {**vocabulary, **added}
