@@ -1,6 +1,6 @@
 """On-policy distillation from a server: a teacher's log-probs of what the student has sampled (docs/algorithms.md).
 
-`reward_func` is the ``--custom-rm-path`` of ``--opd-type sglang``, by default; under upstream's names for its flags.
+`reward_func` is the ``--custom-rm-path`` of ``--use-opd`` by default; both functions have upstream's names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _TRIES = 5
 
 
 async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
-    """Have the teacher score the sample, and give the reward of ``metadata["rm_type"]`` or ``--rm-type``, or 0.
+    """Have the teacher of ``--opd-type sglang`` score the sample, and give the reward of ``metadata["rm_type"]``, else
+    of ``--rm-type``, else 0: distillation alone.
 
     The teacher is the model that ``metadata["opd_teacher"]`` names, else the server at ``--rm-url``, else the run's
     own model ``teacher``, else that of ``--rm-model-path``.
@@ -34,7 +35,7 @@ async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
         BadInputError: there is no such teacher, or it does not answer with a log-prob for every token.
         RequestError: the request failed for good.
     """
-    if sample.response_length:
+    if args.opd_type == "sglang" and sample.response_length:
         sample.columns[TEACHER_LOG_PROBS] = await _log_probs(teacher_url(args, sample), sample)
     return await built_in_reward(args, sample) if sample.metadata.get("rm_type") or args.rm_type else 0.0
 

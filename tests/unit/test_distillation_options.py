@@ -67,6 +67,8 @@ def test_a_server_is_asked_by_the_reward_unless_a_function_of_ones_own_is(direct
     path = "slime.rollout.on_policy_distillation.reward_func"
     assert parse(f"{SERVED} {URL}", "--rm-type").custom_rm_path == path
     assert parse(f"{SERVED} {URL} --custom-rm-path {path}").custom_rm_path == path
+    assert parse(f"{OPD} --opd-teacher-load model", "--rm-type").custom_rm_path == path
+    assert parse(f"{OPD} --opd-teacher-load model").custom_rm_path is None
     assert parse(f"{SERVED} --custom-rm-path mine.py").custom_rm_path == f"{directory}/mine.py:reward_func"
     args = parse(f"{SERVED} --rm-model-path model --rm-num-gpus 1")
     assert (args.custom_rm_path, args.rm_type, args.option_warnings) == (path, "math", [])

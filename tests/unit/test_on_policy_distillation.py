@@ -18,7 +18,13 @@ SERVED = {"actor": ("10.0.0.1", 1), "reward": ("10.0.0.2", 2)}
 
 
 def arguments(**options: Any) -> Namespace:
-    usual = {"rm_url": None, "rm_type": None, "sglang_model_routers": SERVED, "sglang_router_ip": None}
+    usual = {
+        "opd_type": "sglang",
+        "rm_url": None,
+        "rm_type": None,
+        "sglang_model_routers": SERVED,
+        "sglang_router_ip": None,
+    }
     others = {"reward_baseline": "mean", "reward_std": True, "overlong_buffer_len": None}
     return Namespace(**{**usual, **others, **options})
 
@@ -89,10 +95,16 @@ def test_the_teachers_log_probs_and_the_reward_of_the_task(
     assert (asked["input_ids"], asked["return_logprob"], asked["logprob_start_len"]) == ([5, 6, 7, 8], True, 1)
 
 
-def test_a_sample_without_a_response_is_not_scored(teacher: Teacher) -> None:
-    empty = sample(tokens=[5, 6], response_length=0, response="")
-    assert asyncio.run(opd.reward_func(arguments(), empty)) == 0.0
-    assert (teacher.asked, empty.columns) == ([], {})
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [("sglang", {"tokens": [5, 6], "response_length": 0, "response": ""}), ("megatron", {})],
+)
+def test_a_sample_without_a_response_or_of_another_teacher_is_not_scored(
+    kind: str, fields: dict[str, Any], teacher: Teacher
+) -> None:
+    left = sample(**fields)
+    assert asyncio.run(opd.reward_func(arguments(opd_type=kind), left)) == 0.0
+    assert (teacher.asked, left.columns) == ([], {})
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from slime.options.rules import Rule
 
 TEACHER_FLAG = "--opd-teacher-load"
 REWARD_PATH = "slime.rollout.on_policy_distillation.reward_func"
-"""The ``--custom-rm-path`` that asks a server."""
+"""The ``--custom-rm-path`` that asks a server, and needs no ``--rm-type``."""
 
 
 @dataclass
@@ -79,8 +79,9 @@ RULES = (
 
 
 def ask_the_teacher(args: Namespace) -> None:
-    """Let `REWARD_PATH` score the samples of ``--opd-type sglang``, unless a function of the user's own does."""
-    if args.use_opd and args.opd_type == "sglang" and args.custom_rm_path is None:
+    """Let `REWARD_PATH` ask the server of ``--opd-type sglang``, unless a function of the user's own does, and reward
+    where nothing else does: with 0."""
+    if args.use_opd and args.custom_rm_path is None and (args.opd_type == "sglang" or args.rm_type is None):
         args.custom_rm_path = REWARD_PATH
 
 
