@@ -37,7 +37,6 @@ _ELSEWHERE = {
         "slime's generate and http_utils.post wait for their place by themselves (--sglang-server-concurrency)"
     ),
     "slime.rollout.engine.generation.GenerateState.submit_generate_tasks": _GENERATE_ROLLOUT,
-    "slime.rollout.on_policy_distillation": "it is not available yet in this version",
     "slime.rollout.rm_hub.deepscaler": _BY_RM_TYPE,
     "slime.rollout.rm_hub.f1": _BY_RM_TYPE,
     "slime.rollout.rm_hub.gpqa": _BY_RM_TYPE,

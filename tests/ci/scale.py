@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import slime.utils.external_utils.command_utils as U
 from slime.data import Sample
 from slime.files import atomic_io
+from slime.rollout.on_policy_distillation import reward_func as ask_the_teacher
 from slime.utils.external_utils.metric_gate import Corridor, Seen
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,12 +138,12 @@ def prepare(full_name: str, model_type: str, slots: Slots, *, weights: bool = Fa
     if os.environ.get("DRY_RUN", "0") != "0":
         refuse("DRY_RUN trains nothing, and a test asserts what was trained: unset it")
     if scale() == "full":
-        U.download_model(full_name)
+        U.downloadmodel_directory(full_name)
         U.hf_download_dataset(DATASET)
         return
     if scale() == "tiny":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on a host with GPUs, too
-    model, weights = _model(full_name), weights or scale() == "tiny"
+    model, weights = model_directory(full_name), weights or scale() == "tiny"
     if not (model / "config.json").exists() or (weights and not _has_weights(model)):
         with atomic_io.written_directory(model) as directory:
             _write_model(model_type, directory, weights)
@@ -167,7 +168,7 @@ def run_flags(test_file: str, run_dir: Path) -> str:
 
 def model_flags(full_name: str) -> str:
     """Flags that say what is trained."""
-    model = _model(full_name)
+    model = model_directory(full_name)
     words = ["--hf-checkpoint", str(model)]
     if scale() == "tiny":
         words.append("--fp32")
@@ -251,6 +252,12 @@ async def lower_half(args: Namespace, sample: Sample, **kwargs: Any) -> float:
     return sum(token < args.vocab_size / 2 for token in response) / max(1, len(response))
 
 
+async def lower_half_beside_a_teacher(args: Namespace, sample: Sample, **kwargs: Any) -> float:
+    """The same of a sample that the teacher of ``--opd-type sglang`` has scored."""
+    await ask_the_teacher(args, sample)
+    return await lower_half(args, sample)
+
+
 async def always_one(args: Namespace, sample: Sample, **kwargs: Any) -> float:
     """A reward that teaches nothing."""
     return 1.0
@@ -264,7 +271,8 @@ def _home() -> Path:
     return Path(os.environ.get("OUTPUT_DIR") or ROOT / "outputs" / "ci").resolve() / scale()
 
 
-def _model(full_name: str) -> Path:
+def model_directory(full_name: str) -> Path:
+    """Where `prepare` has put a model."""
     name = full_name.rpartition("/")[2]
     return Path(U.models_dir(), name) if scale() == "full" else _home() / "models" / name
 
