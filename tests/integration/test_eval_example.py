@@ -13,7 +13,7 @@ from tests.integration.harness import ROOT, read_metrics
 from tools import make_tiny_model
 
 NUM_GPUS = 0
-pytestmark = [pytest.mark.integration, pytest.mark.full]
+pytestmark = pytest.mark.integration
 
 
 def test_the_example_scores_both_tasks(tmp_path: Path) -> None:
