@@ -209,12 +209,12 @@ class TurnRenderer:
 
     def _shielded(self, messages: Messages) -> tuple[Messages, Callable[[str], str]]:
         """Messages in which no content has a special token: it could end a turn, or speak as somebody else."""
-        special = self._special_tokens
+        special, shielded = self._special_tokens, [*self._specials, *_SHIELD]
 
         def shield(text: str) -> str:
             return special.sub(lambda found: f"{_SHIELD[0]}{numbers[found.group()]}{_SHIELD[1]}", text)
 
-        numbers = {token: number for number, token in enumerate(self._specials)}
+        numbers = {token: number for number, token in enumerate(shielded)}
 
         def of_content(content: Any) -> Any:
             if isinstance(content, str):
@@ -231,7 +231,7 @@ class TurnRenderer:
             return content
 
         changed = [message | {"content": of_content(message.get("content"))} for message in messages]
-        return changed, lambda number: self._specials[int(number)]
+        return changed, lambda number: shielded[int(number)]
 
     @functools.cached_property
     def _specials(self) -> list[str]:
@@ -243,8 +243,8 @@ class TurnRenderer:
 
     @functools.cached_property
     def _special_tokens(self) -> re.Pattern[str]:
-        longest_first = sorted(self._specials, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        longest_first = sorted([*self._specials, *_SHIELD], key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)))
 
     def _warn(self, what: str, why: str) -> None:
         if what not in self._warned:

@@ -13,7 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from slime.agent.memory import Prompt, TokenMemory
-from slime.agent.parsing import MARKERS, TAGS, THINK, Call, Delta, ParsedModelOutput, Splitter, parsed, tagged_calls
+from slime.agent.parsing import (
+    MARKERS,
+    TAGS,
+    THINK,
+    Call,
+    Delta,
+    ParsedModelOutput,
+    Splitter,
+    parsed,
+    tagged_calls,
+    well_formed,
+)
 from slime.agent.rendering import TurnRenderer
 from slime.agent.trajectory import TurnRecord
 from slime.data import Sample
@@ -292,6 +303,6 @@ class _Text:
 
 
 def _as_openai(call: Call) -> dict[str, Any]:
-    arguments = json.dumps(call["input"], ensure_ascii=False)
-    function = {"name": call["name"], "arguments": arguments}
+    arguments = well_formed(json.dumps(call["input"], ensure_ascii=False))
+    function = {"name": well_formed(call["name"]), "arguments": arguments}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
