@@ -131,7 +131,7 @@ class Splitter:
             text, _, self._held = self._held.partition(tag)
             self._give(found, part, text.rstrip())
             return True
-        kept = 0 if tag is None else next((n for n in range(len(tag) - 1, 0, -1) if self._held.endswith(tag[:n])), 0)
+        kept = 0 if tag is None else overlap(self._held, tag)
         ready = self._held[: len(self._held) - kept].rstrip()
         self._give(found, part, ready)
         self._held = self._held[len(ready) :]
@@ -143,6 +143,11 @@ class Splitter:
         if text:
             found.append((part, text))
             setattr(self, part, before + text)
+
+
+def overlap(text: str, tag: str) -> int:
+    """How many characters at the end of a text may be the beginning of ``tag``."""
+    return next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
 
 
 def well_formed(text: str) -> str:

@@ -38,13 +38,14 @@ class Scripted:
         self.answers: list[dict[str, Any] | int] = []
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str] = []
+        self.headers: dict[str, str] = {}
 
     async def answer(self, request: web.Request) -> web.Response:
         self.keys.append(request.headers["Authorization"])
         self.asked.append(await request.json())
         answer = self.answers.pop(0)
         if isinstance(answer, int):
-            return web.json_response({"error": {"message": "not now"}}, status=answer)
+            return web.json_response({"error": {"message": "not now"}}, status=answer, headers=self.headers)
         return web.json_response(answer)
 
 
@@ -120,6 +121,13 @@ def test_how_it_ends(api: Scripted, answers: list[Any], status: int, more: tuple
         ended = int(str(error.code))
     assert ended == status
     assert not api.answers
+
+
+def test_it_does_not_ask_again_where_that_is_of_no_use(api: Scripted) -> None:
+    api.headers = {"x-should-retry": "false"}
+    with pytest.raises(SystemExit):
+        run(api, 503, says())
+    assert len(api.asked) == 1
 
 
 def test_limits_of_a_command(api: Scripted) -> None:

@@ -61,7 +61,8 @@ def ask(args: argparse.Namespace, messages: list[dict[str, Any]]) -> tuple[dict[
                 return choice["message"], choice.get("finish_reason")
         except urllib.error.HTTPError as error:
             text = error.read(2000).decode(errors="replace")
-            if not left or error.code not in (408, 409, 425, 500, 502, 503, 504):
+            final = error.headers.get("x-should-retry") == "false"  # the gateway's word
+            if not left or final or error.code not in (408, 409, 425, 500, 502, 503, 504):
                 raise SystemExit(fail(f"the API answered {error.code}: {text}")) from error
         except (OSError, ValueError, KeyError, IndexError) as error:
             if not left:
