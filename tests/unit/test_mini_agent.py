@@ -95,6 +95,9 @@ def test_it_works_until_no_tool_is_called(api: Scripted, capsys: pytest.CaptureF
         ({"name": "bash", "arguments": '{"command": 3}'}, "error: the only tool is bash"),
         ({"name": "python", "arguments": '{"command": "ls"}'}, "error: the only tool is bash"),
         ({}, "error: the only tool is bash"),
+        ({"name": "bash", "arguments": '{"command": "a\\u0000b"}'}, "error: the command could not be run: embedded"),
+        ({"name": "bash", "arguments": '{"command": "\\ud83d"}'}, "error: the command could not be run: 'utf-8'"),
+        ({"name": "bash", "arguments": json.dumps({"command": "x" * 200_000})}, "error: the command could not be run:"),
     ],
 )
 def test_a_wrong_call_is_told_so(api: Scripted, function: dict[str, str], told: str) -> None:

@@ -122,7 +122,10 @@ def answer(call: dict[str, Any], args: argparse.Namespace) -> str:
             raise KeyError("bash")
     except (ValueError, KeyError, TypeError):
         return 'error: the only tool is bash, and its arguments are {"command": "..."}'
-    return bash(command, args.command_timeout, args.output_chars)
+    try:
+        return bash(command, args.command_timeout, args.output_chars)
+    except (OSError, ValueError) as error:  # it is too long for a shell, or has a character that no command can have
+        return f"error: the command could not be run: {error}"
 
 
 def main(argv: list[str] | None = None) -> int:
