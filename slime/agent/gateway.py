@@ -19,6 +19,7 @@ from slime.agent.adapters.openai_chat import ChatCompletions
 from slime.agent.adapters.openai_responses import Responses
 from slime.agent.parsing import Delta, well_formed
 from slime.agent.session import Session, SessionError, TurnReply, TurnRequest
+from slime.utils.redaction import SESSION_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Gateway:
 
     def open_session(self, session: Session, key: str = "") -> str:
         """Its key from now on: ``key``, or one made at random. ValueError where a session of that is open."""
-        key = key or f"sk-slime-{secrets.token_urlsafe(24)}"
+        key = key or f"{SESSION_KEY}{secrets.token_urlsafe(24)}"
         if key in self._sessions:
             raise ValueError("a session of this id is open: each has an id of its own")
         self._sessions[key], self._stores[key] = session, {}
