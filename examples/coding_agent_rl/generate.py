@@ -141,14 +141,15 @@ async def _worked(args: Namespace, sample: Sample, sampling_params: dict[str, An
     if patch.strip():
         async with _sandbox(task) as sandbox:
             grade = await swe.grade(sandbox, task, patch, KNOBS.eval_s)
-    seen = {"agent": KNOBS.harness.name, "status": status, "patch": patch, "solved": grade.solved, "told": grade.told}
+    seen = {"agent": KNOBS.harness.name, "status": status, "patch": patch.decode(errors="replace")}
+    seen |= {"solved": grade.solved, "told": grade.told}
     for part in parts:
         part.reward = float(grade.solved)
         part.metadata |= {"swe": seen}
     return parts
 
 
-async def _work(task: swe.Task, session: AgentSession) -> tuple[int, str, str]:
+async def _work(task: swe.Task, session: AgentSession) -> tuple[int, bytes, str]:
     """Let the agent work; its exit status, what it has changed, and the end of what it printed."""
     url = session.url
     if KNOBS.public_host:

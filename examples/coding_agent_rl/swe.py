@@ -6,6 +6,7 @@ and what else `task_of` reads; ``remote_env_info`` may have the same under the n
 
 from __future__ import annotations
 
+import base64
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -121,22 +122,23 @@ async def state(sb: Sandbox, task: Task) -> None:
     await sb.write_file(f"{_at(sb, task)}/{STATEMENT}", task.statement, user="agent")
 
 
-async def diff(sb: Sandbox, task: Task, base: str) -> str:
+async def diff(sb: Sandbox, task: Task, base: str) -> bytes:
     """What was changed since the commit ``base``, staged or committed or not, as a patch; not what git ignores.
 
     Raises:
-        SandboxError: git failed, or the patch is no text.
+        SandboxError: git failed.
     """
     there, patch = shlex.quote(_at(sb, task)), shlex.quote(place(sb, "/tmp/.slime.patch"))
     command = (
         f"cd {there} && git add -N . && git diff {base} --binary --no-color --no-ext-diff --no-renames "
-        f"-- . ':(exclude){STATEMENT}' ':(exclude).harness' > {patch}"
+        f"-- . ':(exclude){STATEMENT}' ':(exclude).harness' > {patch} && "
+        f"base64 -w 0 {patch} > {patch}.64"  # sandboxes read text, and files may have another encoding
     )
     await sb.exec(command, user="agent", timeout=_GIT_S, check=True)
-    return await sb.read_file(place(sb, "/tmp/.slime.patch"), user="agent")
+    return base64.b64decode(await sb.read_file(place(sb, "/tmp/.slime.patch.64"), user="agent"))
 
 
-async def grade(sb: Sandbox, task: Task, patch: str, timeout: float) -> Grade:
+async def grade(sb: Sandbox, task: Task, patch: bytes, timeout: float) -> Grade:
     """Judge a patch in a sandbox that nobody has worked in; files of tests stay as they were.
 
     Raises:

@@ -27,7 +27,10 @@ def write(output: Path, hub: str, python: str, seed: int) -> None:
     Raises:
         SystemExit: it failed; it has said why.
     """
-    asked = subprocess.run([python, str(_SERVER), hub, "--tasks", str(output), "--seed", str(seed)])
+    try:
+        asked = subprocess.run([python, str(_SERVER), hub, "--tasks", str(output), "--seed", str(seed)])
+    except OSError as error:
+        sys.exit(f"make_data.py: error: HUB_PYTHON={python} cannot be run: {error.strerror}")
     if asked.returncode:
         sys.exit(asked.returncode)
     lines = (output / "tasks.jsonl").read_text().splitlines(keepends=True)

@@ -89,7 +89,10 @@ def serve(module: ModuleType, host: str, port: int, concurrency: int) -> None:
     """Serve until a signal; one line says where, once it is so."""
     import uvicorn
 
-    listening = socket.create_server((host, port))
+    try:
+        listening = socket.create_server((host, port))
+    except OSError as error:
+        sys.exit(f"environment_hubs: error: the server cannot listen on {host}:{port}: {error.strerror}")
     print(f"{module.__name__} listens on http://{host}:{listening.getsockname()[1]}/run", flush=True)
     uvicorn.Server(uvicorn.Config(make_app(module, concurrency), log_level="warning")).run(sockets=[listening])
 

@@ -12,7 +12,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tau_bench.envs import get_env
+try:
+    from tau_bench.envs import get_env
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"tau1_mock.py: error: {error}; the package tau_bench is needed: examples/tau-bench/README.md says how"
+    ) from None
 
 from slime.files.storage import reported, write_text
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +17,9 @@ from slime.agent.adapters.anthropic_messages import AnthropicMessages
 from slime.agent.adapters.api import Api, Event, Reply
 from slime.agent.adapters.openai_chat import ChatCompletions
 from slime.agent.adapters.openai_responses import Responses
-from slime.agent.parsing import Delta
-from slime.agent.session import Session, SessionError, TurnReply
-from slime.data.rows.messages import RowError
+from slime.agent.parsing import Delta, well_formed
+from slime.agent.session import Session, SessionError, TurnReply, TurnRequest
+from slime.utils.redaction import SESSION_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,9 @@ _MOST_BYTES = 64 << 20
 _MODEL = "slime"
 _IN_PATH = "/sessions/{session}"
 """Before an API's path, for clients whose key cannot be chosen."""
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_FINAL = {"x-should-retry": "false"}
+"""OpenAI's and Anthropic's clients try again after 429 and 5xx: what is refused here was tried already, or is spent."""
 _ANTHROPIC = AnthropicMessages()
 APIS: tuple[Api, ...] = (ChatCompletions(), Responses(), _ANTHROPIC)
 
@@ -44,7 +48,7 @@ class Gateway:
 
     def open_session(self, session: Session, key: str = "") -> str:
         """Its key from now on: ``key``, or one made at random. ValueError where a session of that is open."""
-        key = key or f"sk-slime-{secrets.token_urlsafe(24)}"
+        key = key or f"{SESSION_KEY}{secrets.token_urlsafe(24)}"
         if key in self._sessions:
             raise ValueError("a session of this id is open: each has an id of its own")
         self._sessions[key], self._stores[key] = session, {}
@@ -92,12 +96,11 @@ class Gateway:
             try:
                 session, store = self._session_of(request)
                 body = await _body_of(request)
-                turn = api.request(body, store)
-                reply = api.reply(body, turn, store)
+                turn, reply = _read(api, body, store)
                 if body.get("stream"):
                     return await self._stream(request, api, session, turn, reply)
                 return web.json_response(reply.whole(await session.turn(turn)))
-            except (SessionError, ValueError) as error:
+            except Exception as error:
                 return _refusal(api, error)
 
         return handle
@@ -130,11 +133,9 @@ class Gateway:
     async def _count_tokens(self, request: web.Request) -> web.Response:
         try:
             session, store = self._session_of(request)
-            turn = _ANTHROPIC.request(await _body_of(request), store)
+            turn, _ = _read(_ANTHROPIC, await _body_of(request), store)
             return web.json_response({"input_tokens": len(session.memory.prompt(turn.messages, turn.tools).ids)})
-        except RowError as error:
-            return _refusal(_ANTHROPIC, SessionError(400, str(error)))
-        except (SessionError, ValueError) as error:
+        except Exception as error:
             return _refusal(_ANTHROPIC, error)
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -152,25 +153,50 @@ async def _health(request: web.Request) -> web.Response:
 
 async def _body_of(request: web.Request) -> dict[str, Any]:
     try:
-        body = await request.json()
-    except ValueError as error:
+        text = await request.text()
+        body = json.loads(text)
+        if _SURROGATE.search(text):
+            body = json.loads(well_formed(json.dumps(body, ensure_ascii=False)))
+    except (ValueError, RecursionError) as error:
         raise SessionError(400, f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise SessionError(400, "the body is not a JSON object")
     return body
 
 
-def _refusal(api: Api, error: SessionError | ValueError) -> web.Response:
-    status = error.status if isinstance(error, SessionError) else 400
-    return web.json_response(api.error(status, str(error)), status=status)
+def _read(api: Api, body: dict[str, Any], store: dict[str, Any]) -> tuple[TurnRequest, Reply]:
+    """What a body asks for, and what its reply is written with."""
+    try:
+        turn = api.request(body, store)
+        return turn, api.reply(body, turn, store)
+    except (AttributeError, LookupError, TypeError) as error:
+        raise SessionError(400, f"a part of the body is not what {api.path} takes there: {error}") from error
+
+
+def _refusal(api: Api, error: Exception) -> web.Response:
+    status, words = _told(error)
+    return web.json_response(api.error(status, words), status=status, headers=_FINAL)
+
+
+def _told(error: BaseException) -> tuple[int, str]:
+    """Status and words for what went wrong."""
+    if isinstance(error, SessionError):
+        return error.status, str(error)
+    if isinstance(error, asyncio.CancelledError):
+        return 503, "the session is closed"
+    if isinstance(error, web.HTTPException):  # aiohttp's, of a body that is too large
+        return error.status, error.reason
+    if isinstance(error, ValueError):
+        return 400, str(error)
+    logger.error("a turn has failed", exc_info=error)
+    return 500, f"the turn has failed: {error!r:.300}"
 
 
 def _last(api: Api, reply: Reply, task: asyncio.Task[TurnReply]) -> list[Event]:
     try:
         return reply.end(task.result())
-    except (SessionError, asyncio.CancelledError) as error:
-        status = error.status if isinstance(error, SessionError) else 503
-        return [("error", api.error(status, str(error) or "the session is closed"))]
+    except (Exception, asyncio.CancelledError) as error:
+        return [("error", api.error(*_told(error)))]
 
 
 async def _send(response: web.StreamResponse, events: list[Event]) -> None:

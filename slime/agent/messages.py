@@ -130,7 +130,11 @@ def _words(content: Any) -> str:
     if not isinstance(content, list):
         return _canonical(content)
     return "".join(
-        part if isinstance(part, str) else part["text"] if isinstance(part.get("text"), str) else _canonical(part)
+        part
+        if isinstance(part, str)
+        else part["text"]
+        if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+        else _canonical(part)
         for part in content
     )
 

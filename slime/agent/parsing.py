@@ -131,7 +131,7 @@ class Splitter:
             text, _, self._held = self._held.partition(tag)
             self._give(found, part, text.rstrip())
             return True
-        kept = 0 if tag is None else next((n for n in range(len(tag) - 1, 0, -1) if self._held.endswith(tag[:n])), 0)
+        kept = 0 if tag is None else overlap(self._held, tag)
         ready = self._held[: len(self._held) - kept].rstrip()
         self._give(found, part, ready)
         self._held = self._held[len(ready) :]
@@ -143,6 +143,17 @@ class Splitter:
         if text:
             found.append((part, text))
             setattr(self, part, before + text)
+
+
+def overlap(text: str, tag: str) -> int:
+    """How many characters at the end of a text may be the beginning of ``tag``."""
+    return next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
+
+
+def well_formed(text: str) -> str:
+    """A text whose halves of characters (lone surrogates, as a string of JavaScript cut anywhere has them) are U+FFFD:
+    no tokenizer and no UTF-8 takes them."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def parsed(splitter: Splitter, read: Callable[[str], list[Call]]) -> ParsedModelOutput:
@@ -221,10 +232,10 @@ def parse_xml_tool_uses(body_text: str, tools_schema: Sequence[Mapping[str, Any]
 
 def _call(body: str, schemas: Mapping[str, Any]) -> Call:
     if body.startswith("{"):
-        value = json.loads(body)
+        value = _json(body)
         name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
         if isinstance(arguments, str):
-            arguments = json.loads(arguments or "{}")
+            arguments = _json(arguments or "{}")
     else:
         if match := _FUNCTION.fullmatch(body):
             name, pairs = match[1], _PARAMETER.findall(match[2])
@@ -237,10 +248,20 @@ def _call(body: str, schemas: Mapping[str, Any]) -> Call:
 
 
 def _value(text: str, schema: Mapping[str, Any], key: str) -> Any:
-    described = (schema.get("properties") or {}).get(key) or {}
-    if described.get("type") in (None, "string"):
+    described = (schema.get("properties") or {}).get(key)
+    if not isinstance(described, Mapping) or described.get("type") in (None, "string"):
         return text
     try:
-        return json.loads(text)
+        return _json(text)
     except ValueError:
         return text
+
+
+def _json(text: str) -> Any:
+    """What JSON says; ValueError, too, for what no client could read of it: NaN, numbers without end, deep nesting."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return value

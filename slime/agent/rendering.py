@@ -67,8 +67,8 @@ class TurnRenderer:
     def first(self, messages: Messages, tools: Any = None) -> list[int]:
         """The token ids of a whole prompt. RowError where the template refuses the conversation."""
         check_messages(messages, "the conversation")
-        template, (shielded, unshield) = self._template(tools), self._shielded(messages)
-        text = template.text(template.prepared(shielded), tools or None, generation_prompt=True)
+        template, (shielded, shown, unshield) = self._template(tools), self._shielded(messages, tools)
+        text = template.text(template.prepared(shielded), shown, generation_prompt=True)
         return self._encode(text, unshield)
 
     def next(
@@ -89,9 +89,9 @@ class TurnRenderer:
             self._warn(f"{'tool results' if after_calls else 'the words'} behind a turn", why)
             return None
         named = [_without_arguments(call) for call in calls or []]
-        shielded, unshield = self._shielded(appended)
+        shielded, shown, unshield = self._shielded(appended, tools)
         try:
-            text = self._behind(template, [_USER], named, shielded, tools or None, warns=True)
+            text = self._behind(template, [_USER], named, shielded, shown, warns=True)
         except _MovedError:
             return None
         return self._joined(template, text, output, unshield)
@@ -207,31 +207,20 @@ class TurnRenderer:
                 ids += self._tokenizer(words, add_special_tokens=False, **options)["input_ids"]
         return ids
 
-    def _shielded(self, messages: Messages) -> tuple[Messages, Callable[[str], str]]:
-        """Messages in which no content has a special token: it could end a turn, or speak as somebody else."""
-        special = self._special_tokens
+    def _shielded(self, messages: Messages, tools: Any) -> tuple[Messages, Any, Callable[[str], str]]:
+        """Messages and tools in which nothing that is said has a special token: it could end a turn, or speak as
+        somebody else."""
+        special, shielded = self._special_tokens, [*self._specials, *_SHIELD]
+        numbers = {token: number for number, token in enumerate(shielded)}
 
-        def shield(text: str) -> str:
-            return special.sub(lambda found: f"{_SHIELD[0]}{numbers[found.group()]}{_SHIELD[1]}", text)
+        def shield(value: Any) -> Any:
+            if isinstance(value, str):
+                return special.sub(lambda found: f"{_SHIELD[0]}{numbers[found.group()]}{_SHIELD[1]}", value)
+            if isinstance(value, dict):
+                return {shield(name): shield(each) for name, each in value.items()}
+            return [shield(each) for each in value] if isinstance(value, list) else value
 
-        numbers = {token: number for number, token in enumerate(self._specials)}
-
-        def of_content(content: Any) -> Any:
-            if isinstance(content, str):
-                return shield(content)
-            if isinstance(content, list):
-                return [
-                    part | {"text": shield(part["text"])}
-                    if isinstance(part, dict) and isinstance(part.get("text"), str)
-                    else shield(part)
-                    if isinstance(part, str)
-                    else part
-                    for part in content
-                ]
-            return content
-
-        changed = [message | {"content": of_content(message.get("content"))} for message in messages]
-        return changed, lambda number: self._specials[int(number)]
+        return shield(messages), shield(tools or None), lambda number: shielded[int(number)]
 
     @functools.cached_property
     def _specials(self) -> list[str]:
@@ -243,8 +232,8 @@ class TurnRenderer:
 
     @functools.cached_property
     def _special_tokens(self) -> re.Pattern[str]:
-        longest_first = sorted(self._specials, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        longest_first = sorted([*self._specials, *_SHIELD], key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)))
 
     def _warn(self, what: str, why: str) -> None:
         if what not in self._warned:

@@ -118,9 +118,7 @@ async def generate(
     if session.aborted or is_ending():
         sample.status = Status.ABORTED
         return sample
-    if not isinstance(result, dict | None):
-        raise AgentError(f"{_FLAG} {path}: it must return None or a dict, not {result!r:.80}")
-    result = result or {}
+    result = _checked(result, f"{_FLAG} {path}")
     parts = session.samples(sample, result.get("reward"))
     if not parts:
         raise AgentError(
@@ -129,6 +127,18 @@ async def generate(
     for part in parts:
         part.metadata |= result.get("metadata") or {}
     return parts[-1] if evaluation else parts
+
+
+def _checked(result: Any, where: str) -> dict[str, Any]:
+    """What an agent has returned."""
+    if not isinstance(result, dict | None):
+        raise AgentError(f"{where}: it must return None or a dict, not {result!r:.80}")
+    result = result or {}
+    if unknown := [name for name in result if name not in ("reward", "metadata")]:
+        raise AgentError(f"{where}: it returned {unknown[0]!r:.80}, which nothing reads: 'reward' and 'metadata' are")
+    if not isinstance(metadata := result.get("metadata"), dict | None):
+        raise AgentError(f"{where}: the metadata must be a dict, not {metadata!r:.80}")
+    return result
 
 
 @functools.lru_cache(maxsize=8)

@@ -13,7 +13,19 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from slime.agent.memory import Prompt, TokenMemory
-from slime.agent.parsing import MARKERS, TAGS, THINK, Call, Delta, ParsedModelOutput, Splitter, parsed, tagged_calls
+from slime.agent.parsing import (
+    MARKERS,
+    TAGS,
+    THINK,
+    Call,
+    Delta,
+    ParsedModelOutput,
+    Splitter,
+    overlap,
+    parsed,
+    tagged_calls,
+    well_formed,
+)
 from slime.agent.rendering import TurnRenderer
 from slime.agent.trajectory import TurnRecord
 from slime.data import Sample
@@ -101,6 +113,7 @@ class TurnReply:
         message: in OpenAI's form, as the session remembers it.
         finish: ``stop``, ``length`` or ``tool_calls``.
         cached: prompt tokens of which the engine had keys and values.
+        stop: the client's stop string that ended it; it is no part of the message, and its tokens are trained.
     """
 
     message: dict[str, Any]
@@ -108,6 +121,7 @@ class TurnReply:
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached: int = 0
+    stop: str | None = None
 
 
 class Session:
@@ -159,7 +173,9 @@ class Session:
         params = self._params_of(request, len(prompt.ids))
         if params is None:  # as an engine's answer of no tokens
             return self._reply(prompt, request, Generated((), (), "length"), {"role": "assistant", "content": ""})
-        text = _Text(self.memory.renderer, self._splitter(prompt, request), on_delta)
+        asked = request.params.get("stop") if "stop" in self._clients else None
+        stops = [asked] if isinstance(asked, str) else asked or []
+        text = _Text(self.memory.renderer, self._splitter(prompt, request), stops, on_delta)
         made = await self._engine.generate(prompt.ids, params, text.add if on_delta else None)
         self._tokens += len(made.ids)
         result = await self._read(text, made, request)
@@ -168,7 +184,9 @@ class Session:
             message["reasoning_content"] = result.reasoning
         if result.tool_uses:
             message["tool_calls"] = [_as_openai(call) for call in result.tool_uses]
-        return self._reply(prompt, request, made, message, ill_formed=result.ill_formed)
+        reply = self._reply(prompt, request, made, message, ill_formed=result.ill_formed)
+        reply.stop = text.stop
+        return reply
 
     def _splitter(self, prompt: Prompt, request: TurnRequest) -> Splitter:
         opening = self.memory.renderer.decode(prompt.ids[-_OPENING_TOKENS:])
@@ -249,8 +267,17 @@ class Session:
 class _Text:
     """The text of a turn, as its tokens come."""
 
-    def __init__(self, renderer: TurnRenderer, splitter: Splitter, on_delta: Callable[[Delta], None] | None) -> None:
-        self._renderer, self._splitter, self._on_delta = renderer, splitter, on_delta
+    def __init__(
+        self,
+        renderer: TurnRenderer,
+        splitter: Splitter,
+        stops: Sequence[str],
+        on_delta: Callable[[Delta], None] | None,
+    ) -> None:
+        self._renderer, self._splitter, self._stops, self._on_delta = renderer, splitter, stops, on_delta
+        self._held = ""
+        """Text that is, or may become, a stop string and what is behind it."""
+        self.stop: str | None = None
         self._ids: list[int] = []
         self._read, self._told = 0, 0
         """Tokens of which the text was read; the tokens before these of which it was read with them."""
@@ -258,17 +285,28 @@ class _Text:
     def add(self, ids: Sequence[int]) -> None:
         """Take new tokens, and tell what is clear of them: the last one may end the turn, or be half a character."""
         self._ids += ids
-        self._tell(self._splitter.feed(self._new_text(len(self._ids) - 1)))
+        self._feed(self._new_text(len(self._ids) - 1))
 
     def finish(self, made: Generated) -> Splitter:
         """Take all tokens of the turn, but for the one that ends it."""
         self._ids = list(made.ids)
         end = len(self._ids)
-        if made.finish_reason == "stop" and end and self._renderer.is_special(self._ids[-1]):
-            end -= 1
-        self._tell(self._splitter.feed(self._new_text(end, last=True)))
+        stopped = made.finish_reason == "stop"
+        if stopped and end and self._renderer.is_special(self._ids[-1]):
+            end, stopped = end - 1, False
+        self._feed(self._new_text(end, last=True))
+        self.stop, at = _first(self._stops, self._held) if stopped else (None, len(self._held))
+        self._tell(self._splitter.feed(self._held[:at]))
         self._tell(self._splitter.finish())
         return self._splitter
+
+    def _feed(self, text: str) -> None:
+        """Have text split, but for what may be the stop string that ends the turn."""
+        self._held += text
+        _, ready = _first(self._stops, self._held)
+        ready = min([ready, *(len(self._held) - overlap(self._held, stop) for stop in self._stops)])
+        self._tell(self._splitter.feed(self._held[:ready]))
+        self._held = self._held[ready:]
 
     def tell(self, content: str) -> None:
         """Tell what of the whole content was not told: a tool call that cannot be read."""
@@ -291,7 +329,14 @@ class _Text:
         return new
 
 
+def _first(stops: Sequence[str], text: str) -> tuple[str | None, int]:
+    """The stop string that comes first in a text, and where; None and the text's length where there is none."""
+    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    at, stop = min(found, default=(len(text), None))
+    return stop, at
+
+
 def _as_openai(call: Call) -> dict[str, Any]:
-    arguments = json.dumps(call["input"], ensure_ascii=False)
-    function = {"name": call["name"], "arguments": arguments}
+    arguments = well_formed(json.dumps(call["input"], ensure_ascii=False))
+    function = {"name": well_formed(call["name"]), "arguments": arguments}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

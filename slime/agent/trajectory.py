@@ -119,16 +119,16 @@ class Trajectory:
     def find_by_ids(self, prompt: Sequence[int] | np.ndarray) -> MessageNode | None:
         """The turn with the longest path that a prompt begins with, and says more than."""
         prompt = _array(prompt)
-        found, offset, children = None, 0, self.roots
-        while True:
-            for node in reversed(children):
+        found, longest, ways = None, 0, [(0, self.roots)]
+        for offset, children in ways:
+            for node in children:
                 end = offset + len(node.added) + len(node.output)
                 begins = end < len(prompt) and np.array_equal(prompt[offset : offset + len(node.added)], node.added)
                 if begins and np.array_equal(prompt[end - len(node.output) : end], node.output):
-                    found, offset, children = node, end, node.children
-                    break
-            else:
-                return found
+                    ways.append((end, node.children))  # the list grows while it is walked
+                    if end >= longest:
+                        found, longest = node, end
+        return found
 
     def add(
         self,

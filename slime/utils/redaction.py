@@ -24,6 +24,9 @@ _PAIR = re.compile(r"^\s*([\w.-]+)(\s*[:=]\s*)(?!//)(\S.*)", re.DOTALL)
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _CREDENTIALS = re.compile(r"\b((?i:bearer)\s+|(?i:basic)\s+(?=\S+[A-Z0-9=]))\S+")
 """As a header has them. Those for Basic are in base64; what follows the word in prose is not."""
+SESSION_KEY = "sk-slime-"
+"""What the keys of agents' sessions begin with, which are part of URLs."""
+_SESSION_KEY = re.compile(SESSION_KEY + r"[\w-]+")
 _HARMLESS = re.compile(
     r"^(eval_)?(input|label|metadata|multimodal|reward|tool)_keys?$"  # columns and entries
     r"|^(bos|eos|pad|stop|unk)_token$|(^|_)token_(dispatcher|drop|map)|_tokens_buckets$|_(first|per)_token$|_path$"
@@ -91,6 +94,7 @@ def redacted_line(text: str, secrets: Collection[str] = ()) -> str:
     for secret in secrets:
         text = text.replace(secret, REDACTED)
     text = _PAIR_OF_URL.sub(_redacted_pair, _USER_OF_URL.sub(REDACTED, text))
+    text = _SESSION_KEY.sub(REDACTED, text)
     return _CREDENTIALS.sub(rf"\1{REDACTED}", text)
 
 

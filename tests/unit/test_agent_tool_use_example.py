@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from examples.agent_tool_use import agent, make_data
-from slime.agent.rollout import generate
+from slime.agent.rollout import AgentError, generate
 from slime.data import Sample
 from slime.data.rows.conversation import ConversationEncoder
 from slime.rollout.runtime import RolloutRuntime
@@ -44,6 +44,25 @@ def session(args: Namespace, use: Use, *turns: str) -> tuple[Sample, FakeClient]
     made = asyncio.run(generate(args, sample, train_sampling_params(args)))
     assert isinstance(made, list)
     return made[0], client
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ("5", "it must return None or a dict, not 5"),
+        ("{'rewards': 1.0}", "it returned 'rewards', which nothing reads: 'reward' and 'metadata' are"),
+        ("{'reward': 1.0, 'metadata': 5}", "the metadata must be a dict, not 5"),
+    ],
+)
+def test_what_an_agent_must_not_return_is_one_line(
+    args: Namespace, use: Use, tmp_path: Path, returned: str, words: str
+) -> None:
+    own = "from examples.agent_tool_use import agent\n\nasync def run(*given):\n    await agent.run(*given)\n"
+    (tmp_path / "own.py").write_text(f"{own}    return {returned}\n")
+    args.custom_agent_function_path = f"{tmp_path}/own.py:run"
+    with pytest.raises(AgentError) as refused:
+        session(args, use, f"42{END}")
+    assert str(refused.value) == f"--custom-agent-function-path {tmp_path}/own.py:run: {words}"
 
 
 @pytest.mark.parametrize(

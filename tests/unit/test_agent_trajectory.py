@@ -21,6 +21,17 @@ def turn(prompt: list[int], output: list[int], reason: str = "stop") -> TurnReco
     return TurnRecord(prompt, output, reason, [-1.0] * len(output))
 
 
+def test_a_prompt_goes_on_from_the_longest_path_that_it_begins_with() -> None:
+    """Also where a later turn, of the same tokens, has none behind it: an answer that was asked for twice."""
+    trajectory = Trajectory()
+    first = trajectory.add(turn([1], [2]), None)
+    second = trajectory.add(turn([1, 2, 3], [4]), first)
+    again = trajectory.add(turn([1], [2]), None)
+    assert trajectory.find_by_ids([1, 2, 3, 4, 5]) is second
+    assert trajectory.find_by_ids([1, 2, 9]) is again
+    assert trajectory.find_by_ids([1, 2]) is None
+
+
 def test_a_turn_that_two_paths_share_is_trained_in_the_first() -> None:
     manager = TrajectoryManager()
     said = {"role": "assistant", "content": "one"}

@@ -196,13 +196,36 @@ def test_graders(tmp_path: Path) -> None:
 
     async def one(changes: dict[str, Any], patch: str) -> swe.Grade:
         async with LocalSandbox(jail=kind() == "local") as sandbox:
-            return await swe.grade(sandbox, swe.task_of(sample_of("", **changes)), patch, 3.0)
+            return await swe.grade(sandbox, swe.task_of(sample_of("", **changes)), patch.encode(), 3.0)
 
     async def all_of() -> list[swe.Grade]:
         return await asyncio.gather(*(one(changes, patch) for _, changes, patch, _, _ in cases))
 
     for (name, _, _, solved, told), found in zip(cases, asyncio.run(all_of()), strict=True):
         assert (found.solved, told in found.told) == (solved, True), (name, found)
+
+
+def test_a_patch_beside_text_of_another_encoding() -> None:
+    setup = (
+        "git init -q && git config user.email a@b.c && git config user.name a\n"
+        "printf 'caf\\351\\nx = 1\\n' > a && git add a && git commit -q -m one"
+    )
+    task = swe.Task("", "/workspace/latin", "", setup=setup, eval_cmd="grep -q 'x = 2' a")
+
+    async def worked() -> bytes:
+        async with LocalSandbox(jail=kind() == "local") as sandbox:
+            base = await swe.prepare(sandbox, task)
+            change = f"cd {sandbox.root}/workspace/latin && sed -i 's/x = 1/x = 2/' a"
+            await sandbox.exec(change, user="agent", check=True)
+            return await swe.diff(sandbox, task, base)
+
+    async def judged() -> swe.Grade:
+        patch = await worked()
+        assert b" caf\xe9\n-x = 1\n" in patch
+        async with LocalSandbox(jail=kind() == "local") as sandbox:
+            return await swe.grade(sandbox, task, patch, 20.0)
+
+    assert asyncio.run(judged()).solved
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,16 @@ def test_data_of_a_hub_that_fails_are_not_made(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         make_data.write(tmp_path / "data", "verifiers", str(tmp_path / "python"), 0)
     assert ended.value.code == 3
+    with pytest.raises(SystemExit, match=r"^make_data.py: error: HUB_PYTHON=/nowhere cannot be run: No such file"):
+        make_data.write(tmp_path / "data", "verifiers", "/nowhere", 0)
+
+
+def test_a_port_that_somebody_has_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as ended:
+        server.serve(ModuleType("with_fake"), "127.0.0.1", port := taken.getsockname()[1], 1)
+    assert str(ended.value).startswith(
+        f"environment_hubs: error: the server cannot listen on 127.0.0.1:{port}: Address already in use"
+    )
 
 
 def python_of(hub: str) -> str:

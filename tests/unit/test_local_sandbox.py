@@ -103,6 +103,10 @@ def test_commands_and_files(jail: bool, tmp_path: Path) -> None:
             await sandbox.write_file(f"{there}/below", "a file is no directory")
         with pytest.raises(SandboxError, match="must start with"):
             await sandbox.read_file("relative")
+        assert (await sandbox.exec(f"echo '{'中' * 39_000}' | wc -c"))[1] == "117001\n"
+        with pytest.raises(SandboxError, match=r"takes no command and variables of .* bytes: write them to a file"):
+            await sandbox.exec("true", env={"A": "x" * 900_000})
+        assert (await sandbox.exec("\ud83d"))[0] == 126
 
     async def home(sandbox: LocalSandbox) -> str:
         return (await sandbox.exec("cd; pwd"))[1].strip()

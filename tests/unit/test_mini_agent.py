@@ -38,13 +38,14 @@ class Scripted:
         self.answers: list[dict[str, Any] | int] = []
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str] = []
+        self.headers: dict[str, str] = {}
 
     async def answer(self, request: web.Request) -> web.Response:
         self.keys.append(request.headers["Authorization"])
         self.asked.append(await request.json())
         answer = self.answers.pop(0)
         if isinstance(answer, int):
-            return web.json_response({"error": {"message": "not now"}}, status=answer)
+            return web.json_response({"error": {"message": "not now"}}, status=answer, headers=self.headers)
         return web.json_response(answer)
 
 
@@ -94,6 +95,9 @@ def test_it_works_until_no_tool_is_called(api: Scripted, capsys: pytest.CaptureF
         ({"name": "bash", "arguments": '{"command": 3}'}, "error: the only tool is bash"),
         ({"name": "python", "arguments": '{"command": "ls"}'}, "error: the only tool is bash"),
         ({}, "error: the only tool is bash"),
+        ({"name": "bash", "arguments": '{"command": "a\\u0000b"}'}, "error: the command could not be run: embedded"),
+        ({"name": "bash", "arguments": '{"command": "\\ud83d"}'}, "error: the command could not be run: 'utf-8'"),
+        ({"name": "bash", "arguments": json.dumps({"command": "x" * 200_000})}, "error: the command could not be run:"),
     ],
 )
 def test_a_wrong_call_is_told_so(api: Scripted, function: dict[str, str], told: str) -> None:
@@ -120,6 +124,13 @@ def test_how_it_ends(api: Scripted, answers: list[Any], status: int, more: tuple
         ended = int(str(error.code))
     assert ended == status
     assert not api.answers
+
+
+def test_it_does_not_ask_again_where_that_is_of_no_use(api: Scripted) -> None:
+    api.headers = {"x-should-retry": "false"}
+    with pytest.raises(SystemExit):
+        run(api, 503, says())
+    assert len(api.asked) == 1
 
 
 def test_limits_of_a_command(api: Scripted) -> None:

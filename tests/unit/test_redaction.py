@@ -6,15 +6,17 @@ import argparse
 import contextlib
 import secrets
 from argparse import Namespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from slime.agent.gateway import Gateway
+from slime.agent.session import Session
 from slime.entry.arguments import assemble
 from slime.options.flags.parser import StrictParser
 from slime.options.flags.sglang import PassThrough
 from slime.ray.engine_actor import EnginePlan
-from slime.utils.redaction import REDACTED, is_secret, redacted, redacted_words
+from slime.utils.redaction import REDACTED, is_secret, redacted, redacted_line, redacted_words
 from slime.weights import EngineAddress
 
 NUM_GPUS = 0
@@ -190,3 +192,10 @@ def _value_of(action: argparse.Action) -> Any:
             value = action.type(word) if callable(action.type) else word
             return value if action.type or isinstance(action, PassThrough) else "text"
     return "text"
+
+
+def test_an_agents_session_is_not_told_by_its_url() -> None:
+    """As aiohttp's errors have it, of an agent that was refused."""
+    key = Gateway().open_session(cast(Session, None))
+    line = f"503, message='Service Unavailable', url='http://192.0.2.1:8000/sessions/{key}/v1/chat/completions'"
+    assert redacted_line(line) == line.replace(key, REDACTED)

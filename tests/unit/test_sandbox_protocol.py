@@ -310,6 +310,36 @@ def test_cancelling_closes(counted: Any, during: str) -> None:
     asyncio.run(run())
 
 
+def test_cancelling_twice_closes_too(counted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a deadline and the rollout's end come together."""
+    closing, closed = asyncio.Event(), []
+
+    async def close(sandbox: Counted, *_: object) -> None:
+        closing.set()
+        await asyncio.sleep(0.1)
+        closed.append(sandbox)
+
+    async def run() -> None:
+        async def one() -> None:
+            async with SandboxPool(counted, limit=1) as pool, pool.sandbox():
+                await asyncio.sleep(100)
+
+        task = asyncio.create_task(one())
+        while counted.open == 0:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait_for(closing.wait(), 60)
+        task.cancel()
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(closed) == 1
+
+    monkeypatch.setattr(counted, "__aexit__", close)
+    asyncio.run(run())
+
+
 def test_closing_the_pool_closes_what_others_have(counted: Any) -> None:
     async def run() -> None:
         pool = SandboxPool(counted, limit=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -121,6 +122,14 @@ def test_half_an_answer_is_told_to_nobody(tau: ModuleType, args: Namespace, use:
     sample = visited(tau, args, Scripted(args, cancel, "Well, " * 20), use)
     assert (sample.reward, sample.status) == (0.0, Status.TRUNCATED)
     assert sample.metadata["agent"]["turns"] == 2
+
+
+def test_rows_without_the_package_are_one_line() -> None:
+    program = "examples/tau-bench/tau1_mock.py"
+    ended = subprocess.run([sys.executable, program, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("tau1_mock.py: error: No module named 'tau_bench'")
 
 
 def test_rows(tau: ModuleType) -> None:

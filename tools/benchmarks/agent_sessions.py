@@ -35,6 +35,7 @@ from slime.agent.session import Generated, Session
 from slime.agent.trajectory import MessageNode, TurnRecord
 from slime.data.rows.messages import Messages
 from slime.data.rows.tokenizer import load_tokenizer
+from slime.utils.errors import SlimeError
 
 _CALL = '<tool_call>\n{{"name": "bash", "arguments": {{"command": "cat file_{0}.txt"}}}}\n</tool_call>'
 _TOOLS = [
@@ -159,7 +160,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--words", type=int, default=100, help="of a tool's result")
     parser.add_argument("--compared", type=int, default=4, help="sessions of which whole prompts are rendered too")
-    asyncio.run(run(parser.parse_args()))
+    try:
+        asyncio.run(run(parser.parse_args()))
+    except SlimeError as error:
+        raise SystemExit(f"agent_sessions: error: {error}") from error
 
 
 if __name__ == "__main__":

@@ -129,8 +129,7 @@ class _Reply(Reply):
         if message["content"]:
             blocks.append({"type": "text", "text": message["content"]})
         blocks += [_use(call, json.loads(call["function"]["arguments"])) for call in message.get("tool_calls", ())]
-        ended = {"stop_reason": _STOP[reply.finish], "usage": _usage(reply)}
-        return self._message() | {"content": blocks} | ended
+        return self._message() | {"content": blocks} | _ended(reply) | {"usage": _usage(reply)}
 
     def begin(self) -> list[Event]:
         return [_event("message_start", message=self._message())]
@@ -152,8 +151,7 @@ class _Reply(Reply):
             change = {"type": "input_json_delta", "partial_json": call["function"]["arguments"]}
             events.append(_event("content_block_delta", index=self._index, delta=change))
             events += self._close()
-        ended = {"stop_reason": _STOP[reply.finish], "stop_sequence": None}
-        return [*events, _event("message_delta", delta=ended, usage=_usage(reply)), _event("message_stop")]
+        return [*events, _event("message_delta", delta=_ended(reply), usage=_usage(reply)), _event("message_stop")]
 
     def _start(self, part: str, block: dict[str, Any]) -> Event:
         self._open, self._index = part, self._index + 1
@@ -174,6 +172,11 @@ def _event(kind: str, **values: Any) -> Event:
 
 def _use(call: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
     return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments}
+
+
+def _ended(reply: TurnReply) -> dict[str, Any]:
+    by_sequence = reply.finish == "stop" and reply.stop is not None
+    return {"stop_reason": "stop_sequence" if by_sequence else _STOP[reply.finish], "stop_sequence": reply.stop}
 
 
 def _usage(reply: TurnReply) -> dict[str, int]:

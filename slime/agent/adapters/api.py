@@ -59,11 +59,15 @@ class Api(abc.ABC):
 
 def sampling_of(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """SGLang's sampling parameters of a body; ``names`` are those that the API calls something else, the one that
-    counts first. ValueError for a bound that is no positive number of tokens."""
+    counts first. ValueError for a bound that is no positive number of tokens, and a stop string that is none."""
     params = {name: body[name] for name in _SAME if body.get(name) is not None}
     for theirs, ours in names.items():
         if body.get(theirs) is not None:
             params.setdefault(ours, body[theirs])
+    stop = params.get("stop", "x")
+    stops = stop if isinstance(stop, list) else [stop]
+    if not all(isinstance(each, str) and each for each in stops):
+        raise ValueError(f"a stop string must be text, and not empty: {stop!r:.80}")
     bound = params.get("max_new_tokens", 1)
     if not isinstance(bound, int) or bound < 1:
         raise ValueError(f"the bound on new tokens must be a positive integer, not {bound!r:.80}")

@@ -29,6 +29,7 @@ class ChatCompletions(Api):
         text_only(body, choices="n")
         for message in messages:
             message["role"] = _ROLES.get(str(message.get("role")), message.get("role"))
+            _check_calls(message.get("tool_calls") or [])
         return TurnRequest(messages, only_functions(body, body.get("tools")), sampling_of(body, _PARAMS))
 
     def error(self, status: int, message: str) -> dict[str, Any]:
@@ -39,6 +40,13 @@ class ChatCompletions(Api):
     def reply(self, body: Mapping[str, Any], turn: TurnRequest, store: MutableMapping[str, Any]) -> Reply:
         """What a reply to a request is written with."""
         return _Reply(body)
+
+
+def _check_calls(calls: Any) -> None:
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function", call), dict) for call in calls
+    ):
+        raise ValueError(f"tool_calls of a message is not a list of calls, but {calls!r:.80}")
 
 
 class _Reply(Reply):

@@ -61,7 +61,8 @@ def ask(args: argparse.Namespace, messages: list[dict[str, Any]]) -> tuple[dict[
                 return choice["message"], choice.get("finish_reason")
         except urllib.error.HTTPError as error:
             text = error.read(2000).decode(errors="replace")
-            if not left or error.code not in (408, 409, 425, 500, 502, 503, 504):
+            final = error.headers.get("x-should-retry") == "false"  # the gateway's word
+            if not left or final or error.code not in (408, 409, 425, 500, 502, 503, 504):
                 raise SystemExit(fail(f"the API answered {error.code}: {text}")) from error
         except (OSError, ValueError, KeyError, IndexError) as error:
             if not left:
@@ -121,7 +122,10 @@ def answer(call: dict[str, Any], args: argparse.Namespace) -> str:
             raise KeyError("bash")
     except (ValueError, KeyError, TypeError):
         return 'error: the only tool is bash, and its arguments are {"command": "..."}'
-    return bash(command, args.command_timeout, args.output_chars)
+    try:
+        return bash(command, args.command_timeout, args.output_chars)
+    except (OSError, ValueError) as error:  # it is too long for a shell, or has a character that no command can have
+        return f"error: the command could not be run: {error}"
 
 
 def main(argv: list[str] | None = None) -> int:

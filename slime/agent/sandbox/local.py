@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -159,7 +160,7 @@ class LocalSandbox:
         idempotent: bool = True,
     ) -> ExecResult:
         """As `Sandbox.exec`; processes that it leaves in the background go on until the sandbox ends."""
-        if len(cmd.encode()) > _LARGEST_COMMAND:
+        if len(cmd.encode(errors="replace")) > _LARGEST_COMMAND:
             raise SandboxError(f"a command of {len(cmd)} characters is too long for a shell: write it to a file")
         result = await self._run(["/bin/bash", "-c", cmd], user, env or {}, timeout, None, self._limits.output_mb << 20)
         return checked(result, cmd, self.sandbox_id, check)
@@ -257,7 +258,7 @@ class LocalSandbox:
     async def _send(self, message: dict[str, Any], descriptors: list[int]) -> None:
         if self._control is None:
             raise SandboxError(f"sandbox {self.sandbox_id} {self._ended_by or 'is not open'}")
-        data = json.dumps(message).encode()
+        data = json.dumps(message, ensure_ascii=False).encode(errors="surrogatepass")
         while True:
             try:
                 socket.send_fds(self._control, [data], descriptors)
@@ -265,7 +266,10 @@ class LocalSandbox:
             except BlockingIOError:
                 await asyncio.sleep(0.01)
             except OSError as error:
-                raise SandboxError(f"sandbox {self.sandbox_id} {self._ended_by or 'has ended'}: {error}") from error
+                why = self._ended_by or "has ended"
+                if error.errno == errno.EMSGSIZE:
+                    why = f"takes no command and variables of {len(data)} bytes: write them to a file"
+                raise SandboxError(f"sandbox {self.sandbox_id} {why}: {error}") from error
 
     async def _kill(self, number: int, ended: asyncio.Future[int]) -> None:
         with contextlib.suppress(SandboxError, TimeoutError):

@@ -90,16 +90,19 @@ class SandboxPool(Generic[S]):
         raise AssertionError("unreachable")
 
     async def _end(self, sandbox: S) -> None:
-        """Close it, even if this call is cancelled; what fails is told and ends no run."""
+        """Close it, however often this call is cancelled; what fails is told and ends no run."""
         if sandbox not in self._open:
             return
         self._open.discard(sandbox)
         closing = asyncio.ensure_future(self._close(sandbox))
-        try:
-            await asyncio.shield(closing)
-        except asyncio.CancelledError:
-            await closing
-            raise
+        cancelled: asyncio.CancelledError | None = None
+        while not closing.done():
+            try:
+                await asyncio.shield(closing)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
 
     @staticmethod
     async def _close(sandbox: S) -> None:
