@@ -115,11 +115,11 @@ async def generate(
             if not session.aborted:
                 raise
             result = None
-    if session.aborted or is_ending():
+    result = _checked(result, f"{_FLAG} {path}")
+    parts = [] if session.aborted else session.samples(sample, result.get("reward"))
+    if session.aborted or (not parts and is_ending()):
         sample.status = Status.ABORTED
         return sample
-    result = _checked(result, f"{_FLAG} {path}")
-    parts = session.samples(sample, result.get("reward"))
     if not parts:
         raise AgentError(
             f"{_FLAG} {path}: of sample {sample.index} it returned without a turn of the model at base_url"

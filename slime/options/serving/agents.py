@@ -39,8 +39,15 @@ class AgentOptions:
         ),
     )
     agent_max_turns: int = option(0, "Answers of one session at most; 0 is any number.", at_least=0)
-    agent_max_tokens: int = option(0, "Tokens that one session generates at most; 0 is any number.", at_least=0)
-    agent_max_seconds: float = option(0.0, "That one session answers for at most; 0 is any time.", at_least=0)
+    agent_max_tokens: int = option(
+        0,
+        "A session gets no turn beyond so many tokens, nor answers of more; of several turns at once each may take "
+        "what is left. 0 is any number.",
+        at_least=0,
+    )
+    agent_max_seconds: float = option(
+        0.0, "After which a session gets no further turn; one under way is answered. 0 is any time.", at_least=0
+    )
     agent_host: str | None = option(
         None, "Address of this host at which agents reach the gateway; by default the router's."
     )
