@@ -33,4 +33,4 @@ def test_a_run_that_is_struck_in_two_shards_ends_as_if_nothing_were(tmp_path: Pa
     assert sorted(line["kind"] for line in lines if line["bit"]) == sorted(_KINDS)
     table = (tmp_path / "soak" / "soak.md").read_text()
     assert " | NO | " not in table
-    assert table.count(" | yes | ") == 6
+    assert table.count(" | yes | ") == 7
