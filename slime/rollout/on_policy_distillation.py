@@ -73,10 +73,17 @@ async def _log_probs(url: str, sample: Sample) -> np.ndarray:
     except (KeyError, TypeError, ValueError) as error:
         raise BadInputError(f"{redacted_line(url)} is no SGLang server that scores prompts: {reply!r:.120}") from error
     wanted = sample.tokens[-sample.response_length :]
-    if ids != wanted or not np.isfinite(values).all():
+    # SGLang 0.5.17 calls the last id of the vocabulary 0 here, as it does ids that stand for images.
+    if len(ids) != len(wanted) or any(got not in (token, 0) for got, token in zip(ids, wanted, strict=True)):
         raise BadInputError(
-            f"{redacted_line(url)} did not score the {len(wanted)} response tokens of sample {sample.index}, but "
-            f"{len(ids)} or others: the teacher must have the student's tokenizer, and a context as long"
+            f"{redacted_line(url)} did not score the response tokens of sample {sample.index}, {wanted[:8]}, but "
+            f"{ids[:8]}: a teacher must have the student's tokenizer, and a context as long"
+        )
+    if not np.isfinite(values).all():
+        at = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise BadInputError(
+            f"{redacted_line(url)} gives response token {at} of sample {sample.index}, id {wanted[at]}, the log-prob "
+            f"{values[at]}"
         )
     return values
 

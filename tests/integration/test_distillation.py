@@ -20,7 +20,8 @@ def test_both_kinds_of_teacher_say_the_same(tmp_path: Path) -> None:
     """Of the same samples and weights; the student comes nearer to the teacher, with the task's reward beside it."""
     workspace, teacher = make_workspace(tmp_path), tmp_path / "teacher"
     make = [sys.executable, str(ROOT / "tools/make_tiny_model.py"), str(teacher), "--seed", "5"]
-    subprocess.run(make, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    size = ["--num-layers", "2", "--hidden-size", "64", "--initializer-range", "0.1"]
+    subprocess.run([*make, *size], check=True, stdout=subprocess.DEVNULL, timeout=120)
     kinds: dict[str, dict[str, Any]] = {
         "megatron": {"opd_teacher_load": str(teacher)},
         "sglang": {"rm_model_path": str(teacher), "rm_num_gpus": 1},

@@ -95,6 +95,13 @@ def test_the_teachers_log_probs_and_the_reward_of_the_task(
     assert (asked["input_ids"], asked["return_logprob"], asked["logprob_start_len"]) == ([5, 6, 7, 8], True, 1)
 
 
+def test_sglang_calls_the_last_id_of_the_vocabulary_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opd, "post", Teacher(input_token_logprobs=[[None, 6, None], [-1.0, 0, None], [-2.0, 8, None]]))
+    scored = sample()
+    asyncio.run(opd.reward_func(arguments(), scored))
+    assert scored.columns["teacher_log_probs"].tolist() == [-1.0, -2.0]
+
+
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [("sglang", {"tokens": [5, 6], "response_length": 0, "response": ""}), ("megatron", {})],
@@ -110,9 +117,13 @@ def test_a_sample_without_a_response_or_of_another_teacher_is_not_scored(
 @pytest.mark.parametrize(
     ("scored", "expected"),
     [
-        ([[None, 6, None], [-1.0, 7, None], [-2.0, 9, None]], "did not score the 2 response tokens of sample 3"),
+        ([[None, 6, None], [-1.0, 7, None], [-2.0, 9, None]], "did not score the response tokens of sample 3"),
+        ([[None, 6, None], [-1.0, 0, None]], "did not score the response tokens of sample 3"),
         ([[None, 8, None]], "is no SGLang server|did not score"),
-        ([[None, 6, None], [-1.0, 7, None], [float("-inf"), 8, None]], "did not score the 2 response tokens"),
+        (
+            [[None, 6, None], [-1.0, 7, None], [float("-inf"), 8, None]],
+            "gives response token 1 of sample 3, id 8, the log-prob -inf",
+        ),
         ("nothing", "is no SGLang server that scores prompts"),
     ],
 )
