@@ -143,7 +143,11 @@ MISTAKES: list[tuple[str, str, str]] = [
     ),
     # an agent
     ("--custom-agent-function-path", "async def f(base_url, prompt): pass", "too many positional arguments"),
-    ("--custom-agent-function-path", "async def f(url, prompt, asked, metadata): pass", "the agent of sample 0 had no"),
+    (
+        "--custom-agent-function-path",
+        "async def f(url, prompt, asked, metadata): pass",
+        "of sample 0 it returned without a turn",
+    ),
     ("--custom-agent-function-path", _AGENT + "    return 1.0", "it must return None or a dict, not 1.0"),
     # data, filters, rewards
     ("--data-source-path", "class f:\n    def __init__(self): pass", "too many positional arguments"),

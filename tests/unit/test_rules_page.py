@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from slime.entry.arguments import assemble
-from slime.options import algorithm, lora, training
+from slime.options import lora, training
 from slime.options.checks import layout, validate
 from slime.options.checks.unheeded import UNHEEDED
 from slime.options.flags.parser import StrictParser
+from slime.options.learning import algorithm, distillation
 from slime.options.rules import Rule
 from tools.website.observability_pages import with_tables
 from tools.website.rules_page import PAGES, rules, table
@@ -33,15 +34,17 @@ def test_every_table_is_found_and_its_rows_stand_once_where_they_are_declared() 
     places = {row: path for path, row in rules()}
     assert places[lora.RULES[0]] == "lora.py"  # not that of the checks, whose table has it too
     assert places[layout.RULES[0]] == "checks/layout.py"
+    assert places[distillation.RULES[0]] == "learning/distillation.py"
     assert sum(row.form == "is ignored" for row in found) == len(UNHEEDED)
 
 
 def test_a_row_has_its_context_in_a_cell_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Rule("kl_coef>0", "needs", "rollout_function_path=a.b.c|a.b:c", ": x", when="!asynchronous use_tis")
     monkeypatch.setattr(algorithm, "RULES", (row,))
-    cells = table().splitlines()[0].strip("| ").split(" | ")
+    (line,) = (line for line in table().splitlines() if line.startswith("| `learning/algorithm.py`"))
+    cells = line.strip("| ").split(" | ")
     sentence = "`--kl-coef` above 0 needs `--rollout-function-path` `a.b.c`: x"
-    assert cells == ["`algorithm.py`", sentence, "`train.py` and `--use-tis`"]
+    assert cells == ["`learning/algorithm.py`", sentence, "`train.py` and `--use-tis`"]
 
 
 def test_its_flags_are_flags() -> None:

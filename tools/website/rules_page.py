@@ -30,6 +30,7 @@ _WORDS = {
     "--use-critic": "a critic",
     "--params-dtype bfloat16": "bfloat16",
     "--placement other than rollout_only": "no --debug-rollout-only",
+    "--placement other than train_only": "no --debug-train-only",
     "--placement colocate or disaggregate": "training and engines",
     "--placement disaggregate": "slots kept apart",
 }
@@ -42,12 +43,17 @@ _CODE = re.compile(r"(?<![\w`-])--[a-z][\w-]*|\b[\w]+(?:\.[\w]+){2,}|\btrain(?:_
 def rules() -> Iterator[tuple[str, Rule]]:
     """Each row once, with the path of its module below slime/options: the groups' first, then those of checks."""
     found: dict[Rule, str] = {}
-    for module in sorted(_modules(), key=lambda module: (module.__name__.count("."), module.__name__)):
+    for module in sorted(_modules(), key=_order):
         for table in vars(module).values():
             for row in filter(None, map(_rule, table)) if isinstance(table, tuple) else ():
                 found.setdefault(row, module.__name__.removeprefix("slime.options.").replace(".", "/") + ".py")
     for row, path in found.items():
         yield path, row
+
+
+def _order(module: ModuleType) -> tuple[bool, int, str]:
+    name = module.__name__
+    return ".checks." in name, name.count("."), name
 
 
 def _rule(row: object) -> Rule | None:
