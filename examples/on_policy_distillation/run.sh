@@ -21,10 +21,10 @@ ROLLOUT_ARGS=(
    --apply-chat-template
    --rollout-shuffle
    --rollout-seed "${SEED}"
-   --num-rollout 30
+   --num-rollout 60
    --rollout-batch-size 64
-   --n-samples-per-prompt 2
-   --global-batch-size 128
+   --n-samples-per-prompt 4
+   --global-batch-size 256
    --rollout-max-response-len 16
    --rollout-temperature 1.0
 )
@@ -35,7 +35,7 @@ cat > "${OUTPUT_DIR}/eval.yaml" << END
 datasets:
   - {name: addition, path: "${EVAL_DATA:-${OUTPUT_DIR}/data/eval.jsonl}", rm_type: math, temperature: 0.0}
 END
-EVAL_ARGS=(--eval-interval 10 --eval-config "${OUTPUT_DIR}/eval.yaml")
+EVAL_ARGS=(--eval-interval 60 --eval-config "${OUTPUT_DIR}/eval.yaml")
 CUSTOM_ARGS=(
    --use-opd
    --opd-type "${OPD_TYPE:=sglang}"
@@ -46,4 +46,4 @@ case $OPD_TYPE in
    megatron) CUSTOM_ARGS+=(--opd-teacher-load "${TEACHER}") ;;
 esac
 
-launch_grpo "$@"
+launch_grpo --lr 6e-4 "$@"
