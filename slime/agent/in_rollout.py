@@ -12,6 +12,8 @@ from argparse import Namespace
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from slime.agent.parsing import Call
 from slime.agent.session import Generated, SessionError
 from slime.data import Sample, Status
@@ -33,6 +35,7 @@ class InRollout:
         self._loop, self._context = _running_loop(), contextvars.copy_context()
         self._session_id, self._turns = base.session_id or uuid.uuid4().hex, 0
         self.aborted = False
+        self._latest: Sample | None = None
 
     async def generate(
         self, prompt: list[int], params: dict[str, Any], on_tokens: Callable[[Sequence[int]], None] | None
@@ -48,6 +51,7 @@ class InRollout:
             here.call_soon_threadsafe(on_tokens, ids)
 
         sample = Sample(index=self._index, group_index=self._group, tokens=prompt, session_id=self._session_id)
+        sample.rollout_routed_experts = self._known_routes(prompt)
         try:
             streams = tell if on_tokens is not None else None
             made = await self._there(lambda: generate(self._args, sample, params, on_tokens=streams))
@@ -56,6 +60,7 @@ class InRollout:
         if made.status is Status.ABORTED:
             self.aborted = True
             raise SessionError(503, "the rollout has enough samples")
+        self._latest = made
         ids = made.tokens[len(prompt) :]
         segments = list(zip(made.weight_versions, made.segment_lengths, strict=True))
         counters = made.spec_info.to_dict() | {
@@ -63,7 +68,18 @@ class InRollout:
             "prompt_tokens": made.prefix_cache_info.total_prompt_tokens,
         }
         log_probs = list(made.rollout_log_probs or ())
-        return Generated(ids, log_probs, _FINISH.get(made.status, "stop"), segments, counters)
+        finish = _FINISH.get(made.status, "stop")
+        return Generated(ids, log_probs, finish, segments, counters, made.rollout_routed_experts)
+
+    def _known_routes(self, prompt: Sequence[int]) -> np.ndarray | None:
+        """Those of the tokens that a prompt begins with as the latest turn did, so that only the others are asked for:
+        experts depend on what was before a token, and on nothing behind it."""
+        latest = self._latest
+        if latest is None or latest.rollout_routed_experts is None:
+            return None
+        length = min(len(prompt), len(latest.tokens))
+        differs = np.flatnonzero(np.asarray(prompt[:length]) != np.asarray(latest.tokens[:length]))
+        return latest.rollout_routed_experts[: int(differs[0]) if differs.size else length]
 
     async def read_calls(self, parser: str, text: str, tools: Sequence[Mapping[str, Any]]) -> list[Call]:
         """As of `TurnEngine`: an engine has the parsers."""

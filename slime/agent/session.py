@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from slime.agent.memory import Prompt, TokenMemory
 from slime.agent.parsing import (
     MARKERS,
@@ -51,13 +53,14 @@ class SessionError(Exception):
 
 @dataclass(frozen=True)
 class Generated:
-    """What an engine made of a prompt; ``segments`` and ``meta_info`` as of `TurnRecord`."""
+    """What an engine made of a prompt; ``segments``, ``meta_info`` and ``routes`` as of `TurnRecord`."""
 
     ids: Sequence[int]
     log_probs: Sequence[float]
     finish_reason: str
     segments: Sequence[tuple[str, int]] = ()
     meta_info: Mapping[str, Any] = field(default_factory=dict)
+    routes: np.ndarray | None = None
 
 
 class TurnEngine(Protocol):
@@ -214,7 +217,7 @@ class Session:
         self, prompt: Prompt, request: TurnRequest, made: Generated, message: dict[str, Any], ill_formed: bool = False
     ) -> TurnReply:
         record = (prompt.ids, list(made.ids), made.finish_reason, list(made.log_probs), ill_formed, made.segments)
-        self.memory.record(prompt, TurnRecord(*record, meta_info=made.meta_info), message)
+        self.memory.record(prompt, TurnRecord(*record, meta_info=made.meta_info, routes=made.routes), message)
         finish = "length" if made.finish_reason == "length" else "tool_calls" if message.get("tool_calls") else "stop"
         cached = int(made.meta_info.get("cached_tokens") or 0)
         return TurnReply(message, finish, len(prompt.ids), len(made.ids), cached)

@@ -46,6 +46,7 @@ class TurnRecord:
         ill_formed: its tool calls could not be read: it was answered as words.
         segments: weight version and number of output tokens of each part that other weights made.
         meta_info: the engine's counters, for `Sample.append_response_tokens`.
+        routes: of prompt and output (`slime.data.routes`); None where they are not replayed.
     """
 
     prompt_ids: Sequence[int]
@@ -55,6 +56,7 @@ class TurnRecord:
     ill_formed: bool = False
     segments: Sequence[tuple[str, int]] = ()
     meta_info: Mapping[str, Any] = field(default_factory=dict)
+    routes: np.ndarray | None = None
 
 
 @dataclass(eq=False)
@@ -62,8 +64,8 @@ class MessageNode:
     """A turn in its tree.
 
     Attributes:
-        turn: without its prompt, of which the path has the tokens (`before`): a copy with each turn would take memory
-            that grows with the square of their number.
+        turn: without its prompt and the routes of that, of which the path has the tokens (`before`) and routes: copies
+            with each turn would take memory that grows with the square of their number.
         added: prompt tokens (int32) behind the turn that it goes on from.
         output: tokens (int32) that the engine made.
         kept: of the output of ``parent``, the tokens that this path keeps: all, unless it is realigned.
@@ -156,7 +158,8 @@ class Trajectory:
             start = parent.length - (0 if kept is None else len(parent.output) - kept)
         whole = 0 if parent is None else len(parent.output) if kept is None else kept
         sizes = whole, len(turn.prompt_ids) + len(output)
-        added, turn = _array(turn.prompt_ids[start:]), replace(turn, prompt_ids=())
+        routes = None if turn.routes is None else turn.routes[max(start - 1, 0) :].copy()
+        added, turn = _array(turn.prompt_ids[start:]), replace(turn, prompt_ids=(), routes=routes)
         node = MessageNode(turn, parent, added, output, *sizes, drift, reply or {}, metadata or {})
         (self.roots if parent is None else parent.children).append(node)
         self.nodes.append(node)
@@ -207,12 +210,27 @@ def _sample(
         if node is not kept[0]:
             sample.append_response_tokens(tokens=node.added.tolist(), trainable=False)
         _append(sample, node.turn, len(node.output) if after is None else after.kept)
+    sample.rollout_routed_experts = _routes(path[: first + len(kept)], len(sample.tokens))
     cut = len(kept) < len(path) - first
     sample.status = Status.TRUNCATED if cut else _STATUS.get(kept[-1].turn.finish_reason, Status.COMPLETED)
     if decode is not None:
         sample.response = decode(sample.tokens[len(sample.tokens) - sample.response_length :])
     sample.metadata |= {name: value for node in kept for name, value in node.metadata.items()}
     return sample
+
+
+def _routes(path: Sequence[MessageNode], tokens: int) -> np.ndarray | None:
+    """Those of the first ``tokens`` of a path, up to the first turn that has none."""
+    held: np.ndarray | None = None
+    for node in path:
+        if node.turn.routes is None:
+            break
+        # The last token of what it goes on from has a route of this turn's: before it, nothing was computed of it.
+        start = max(node.length - len(node.output) - len(node.added) - 1, 0)
+        if held is not None and len(held) < start:
+            break
+        held = node.turn.routes if held is None else np.concatenate([held[:start], node.turn.routes])
+    return None if held is None else held[: tokens - 1]
 
 
 def _append(sample: Sample, turn: TurnRecord, kept: int) -> None:

@@ -24,6 +24,7 @@ TOKENS = "tokens"
 LOSS_MASK = "loss_mask"
 METADATA = "metadata"
 TEACHER_LOG_PROBS = "teacher_log_probs"
+ROUTES = "routed_experts"
 SAMPLE_INDICES = "sample_indices"
 ROLLOUT_MASK_SUMS = "rollout_mask_sums"
 _TAKEN = ("total_lengths", "response_lengths", "log_probs_and_entropy")
@@ -147,10 +148,11 @@ COLUMNS: tuple[Column, ...] = (
 """slime's own."""
 
 
-def with_declared(declared: Iterable[Column]) -> tuple[Column, ...]:
-    """slime's own columns, and further ones; ColumnError where two have one name or one keyword of the model, or one
-    says what cannot be."""
-    columns = (*COLUMNS, *declared)
+def with_declared(declared: Iterable[Column], of_model: Iterable[Column] = ()) -> tuple[Column, ...]:
+    """slime's own columns, those whose shape depends on the model, and ones that are declared elsewhere; ColumnError
+    where two have one name or one keyword of the model, or one of the last says what cannot be."""
+    own = (*COLUMNS, *of_model)
+    columns = (*own, *declared)
     taken = dict.fromkeys(_TAKEN, "something else of that name")
     keywords: set[str | None] = set()
     for column in columns:
@@ -158,7 +160,7 @@ def with_declared(declared: Iterable[Column]) -> tuple[Column, ...]:
         if other := next((taken[name] for name in names if name in taken), None):
             raise ColumnError(f"column {column.name}: there is {other} already")
         taken |= dict.fromkeys(names, f"a column {column.name}")
-        if column not in COLUMNS and (wrong := _contradiction(column)):
+        if column not in own and (wrong := _contradiction(column)):
             raise ColumnError(f"column {column.name}: {wrong}")
         if column.model_input in keywords:
             raise ColumnError(f"column {column.name}: another one is the model's {column.model_input} already")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Self
 
-from slime.data import media
+from slime.data import media, routes
 
 
 class Status(Enum):
@@ -123,6 +123,7 @@ class Sample:
     segment_lengths: list[int] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
     rollout_routed_experts: Any | None = None
+    """An array as `slime.data.routes` has them, where the run replays its engines' routes."""
     teacher_log_probs: list[float] | None = None
     columns: dict[str, Any] = field(default_factory=dict)
     """By name, values of the columns that a module of the user's declares (`slime.data.columns`)."""
@@ -191,7 +192,7 @@ class Sample:
             trainable: whether the tokens count in the loss (model output) or not (tool output).
             meta_info: the engine's ``meta_info`` of the reply: weight version, finish reason (an object with a
                 ``type``, or that as a string), and the counters of ``spec_info`` and ``prefix_cache_info`` are taken
-                from it.
+                from it, and routes where ``args`` has them replayed.
             text: text to append to ``response``.
             update_terminal_info: whether ``meta_info`` decides ``status``.
         """
@@ -211,6 +212,7 @@ class Sample:
         prefix_cache_info.add(info)
         said = self.response + (text or "")
         self.check(len(new))
+        routed = self._with_routes(args, info, len(self.tokens) + len(new))
         start = self.response_length
         self._grow("tokens", new, before=0)
         self._grow("loss_mask", [int(trainable)] * len(new), before=1)
@@ -218,11 +220,20 @@ class Sample:
         self.response_length += len(new)
         self.response, self.status = said, status
         self.spec_info, self.prefix_cache_info = spec_info, prefix_cache_info
+        self.rollout_routed_experts = routed
         # A request that was aborted before its first token has made nothing with those weights.
         if new and version is not None:
             self.weight_versions.append(version)
             self.segment_starts.append(start)
             self.segment_lengths.append(len(new))
+
+    def _with_routes(self, args: Any, info: Mapping[str, Any], tokens: int) -> Any:
+        if info.get(routes.FIELD) is None or not getattr(args, "use_rollout_routing_replay", False):
+            return self.rollout_routed_experts
+        try:
+            return routes.joined(self.rollout_routed_experts, info, routes.RouteShape.of(args), tokens)
+        except routes.RouteError as error:
+            raise ValueError(f"sample {self.index}: {error}") from error
 
     def _grow(self, name: str, values: list[Any], before: float) -> None:
         """Extend a list in place; one that is not there yet begins with ``before`` for each token of the response."""

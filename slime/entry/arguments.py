@@ -39,6 +39,7 @@ from slime.options.flags.values import read_yaml
 from slime.options.hooks import HookOptions
 from slime.options.learning.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions
 from slime.options.learning.distillation import DistillationOptions, check_teachers_tokenizer
+from slime.options.learning.routing import RoutingOptions, check_routing
 from slime.options.lora import LoraOptions, settle_lora_sync
 from slime.options.mtp import check_heads_training
 from slime.options.rollout import EngineOptions, RewardOptions, RolloutOptions
@@ -69,6 +70,7 @@ GROUPS: tuple[type, ...] = (
     CorrectionOptions,
     CriticOptions,
     DistillationOptions,
+    RoutingOptions,
     LoraOptions,
     HookOptions,
     CheckpointOptions,
@@ -289,6 +291,7 @@ def _resolve(args: argparse.Namespace, values: Mapping[str, Any], asynchronous: 
     reasons.of(find_models, args)
     reasons.of(check_teachers_tokenizer, args)
     reasons.of(take_shape, args, given, warnings)
+    reasons.of(check_routing, args)
     reasons.of(check_heads_training, args, warnings)
     reasons.of(check_quantization, args)
     reasons.of(limit_prompts, args)

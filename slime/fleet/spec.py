@@ -110,6 +110,7 @@ class EngineSpec:
             "worker_type": self.worker_type,
             # Asleep it would forget them, and nobody pushes them again.
             "keeps_weights": self.beside_trainers and not self.model.trained,
+            "returns_routes": args.use_rollout_routing_replay and self.model.generates,
         }
         if not self.beside_trainers:
             own["offload_rollout"] = False

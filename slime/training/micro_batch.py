@@ -20,11 +20,11 @@ from torch import Tensor
 from slime.algorithms.losses import token_weights
 from slime.data import Column, OptimizerStep, Ragged, TrainBatch
 from slime.data.batch import ColumnByName
-from slime.data.columns import LOSS_MASK, TOKENS
+from slime.data.columns import LOSS_MASK, ROUTES, TOKENS
 from slime.data.media import MediaError, MediaRef
 from slime.training.packing import PackLayout, Responses, Stream
 from slime.training.parallel import sum_over_ranks
-from slime.utils.device import from_host
+from slime.utils.device import from_host, to_host
 from slime.utils.errors import BadInputError
 from slime.utils.misc import refusing
 
@@ -70,6 +70,7 @@ class MicroBatch:
         self.columns = layout.columns
         self._columns = {column.name: column for column in layout.columns}
         self._made: dict[str, Tensor | None] = {}
+        self._kept_on_host: dict[str, Callable[[], Tensor]] = {}
         self._host: dict[str, Any] = {}
         self._loaded: dict[str, Any] = {}
         self._attention: Any = None
@@ -80,11 +81,16 @@ class MicroBatch:
         """A column as a token vector [T, *trailing]; None where neither the batch has it nor a pass has made it."""
         if name in self._made:
             return self._made[name]
-        return self._there(name) if name in self._batch.columns else None
+        return self._there(name) if name in self._batch.columns or name in self._kept_on_host else None
 
     def put(self, name: str, value: Tensor | None) -> None:
         """Set a column to what a pass or a user's function made of it; it stays on the device."""
         self._made[name] = value
+
+    def put_on_host(self, name: str, value: Tensor) -> None:
+        """Keep in host memory what a pass made under a name that no column has; `get` puts it on the device again. The
+        copy may be under way when this returns."""
+        self._kept_on_host[name] = to_host(value)
 
     def whole(self, column: Column) -> list[Any] | None:
         """A column's entries of each sample, whatever the layout; None where there are none.
@@ -257,7 +263,7 @@ class MicroBatch:
         """Let go of what is on the device but can be put there again, and in host memory of what models alone get."""
         self._loaded.clear()
         for name in [name for name in self._host if name in self._columns]:
-            if self._columns[name].model_input is not None or name in self._media:
+            if self._columns[name].model_input is not None or name in (*self._media, ROUTES):
                 del self._host[name]
 
     @property
@@ -285,6 +291,8 @@ class MicroBatch:
         return {keyword: self._array(values) for keyword, values in self._prepared(name).items()}
 
     def _prepared(self, name: str) -> Any:
+        if name in self._kept_on_host:
+            return self._kept_on_host[name]()
         if name not in self._host:
             if name in (_WEIGHTS, _MEAN_WEIGHTS):
                 sums = self._batch.rollout_mask_sums[self.rows]

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp.payload import JsonBytesPayload
 
+from slime.utils.carried_fields import carried
 from slime.utils.environment import proxy_of
 from slime.utils.errors import SlimeError
 from slime.utils.user_functions import setting
@@ -224,6 +225,8 @@ class Http:
             # The environment last: it is read as a whole.
             is_own = origin in self._api_keys or origin in self._places or origin in _routers()
             proxy = None if is_own else proxy_of(url)
+            if is_own and isinstance(payload, dict):
+                payload = carried(payload)
             both = {**self.authorization(url), **(headers or {})}
             return await self.send(method, url, payload, headers=both, retries=retries, proxy=proxy)
 

@@ -245,6 +245,8 @@ def arguments(directory: Path, **options: Any) -> Namespace:
             "distributed_timeout_minutes": 2,
             "seed": 1234,
             "column_modules": [],
+            "use_routing_replay": False,
+            "use_rollout_routing_replay": False,
             "moe_router_bias_update_rate": 0.0,
             "moe_token_dispatcher_type": "alltoall",
             "moe_enable_deepep": False,

@@ -90,6 +90,7 @@ def make_engine(tmp_path: Path, *sglang_cli: str, ranks: int = 1, **nodes: Any) 
         pushes_float8=False,
         worker_type="regular",
         keeps_weights=False,
+        returns_routes=False,
     )
     return Engine(args, 0, "127.0.0.1", None, tmp_path / "log", None, **nodes)
 
@@ -173,7 +174,7 @@ def test_an_engine_has_an_actor_on_the_first_slot_of_each_of_its_nodes(
     monkeypatch.setattr(Placement, "options", lambda self, slot, trains: {"bundle": slot.bundle})
     slots = [Slot(9 - i, f"10.0.0.{i // 2}", str(i % 2)) for i in range(4)]
     spec = entry(count=4 // width, width=width, per_node=2)
-    args = Namespace(offload_rollout=None)
+    args = Namespace(offload_rollout=None, use_rollout_routing_replay=False)
     supervisor = Namespace(watch=lambda *_: None)
     engines.Engines(args, supervisor).create(Fleet(0, (spec,)), Placement(slots, [], [slots]))  # type: ignore[arg-type]
     assert [plan.name for plan in plans] == ["engine"] * (4 // width)

@@ -132,7 +132,8 @@ class Cluster:
         limits = {"rollout_health_check_timeout": 1.0, "engine_start_timeout": 5.0, "placement_timeout": 5.0}
         recovery = {"use_fault_tolerance": restarts is not None, "engine_restart_limit": restarts or 0}
         recovery["min_engines"] = min_engines
-        self.engines = Engines(Namespace(run_dir="run", offload_rollout=None, **limits, **recovery), self.supervisor)
+        options = {"run_dir": "run", "offload_rollout": None, "use_rollout_routing_replay": False}
+        self.engines = Engines(Namespace(**options, **limits, **recovery), self.supervisor)
         self.actors: list[Actor] = []
         self.manager, self.trainer = Actor(8), Actor(9)
         entries = {entry(count=count, beside=beside): count, entry(REWARD, count=rewarders): rewarders}

@@ -136,6 +136,7 @@ def run_args(directory: Path, **changes: Any) -> Namespace:
     (directory / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": 64}))
     values: dict[str, Any] = {"hf_checkpoint": str(directory), "params_dtype": "bfloat16", "pushes_float8": False}
     values |= {"rollout_max_context_len": 100, "eval_max_context_len": None, "lora_sync": "merged"}
+    values["use_rollout_routing_replay"] = False
     return Namespace(**values | {"update_weight_transport": "distributed", "pushes_heads": False} | changes)
 
 

@@ -52,7 +52,7 @@ def test_a_run_foretells_what_its_servers_get(
     monkeypatch.setattr(device, "is_cuda", lambda: cuda)
     args = parse(words)
     args.pushes_float8 = "ep-size" in words
-    args.worker_type, args.keeps_weights = "regular", False
+    args.worker_type, args.keeps_weights, args.returns_routes = "regular", False, args.use_rollout_routing_replay
     foretold = ServerFacts.of_run(args)
     args.offload_rollout = args.offload_rollout is None or args.offload_rollout  # as of a colocated run on GPUs
     engine = Engine(args, 0, "127.0.0.1", None, "log", ["0"] if cuda else None)

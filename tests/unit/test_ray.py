@@ -45,7 +45,7 @@ def test_engines_of_the_reward_model_serve_it_and_never_sleep() -> None:
     assert (judges.hf_checkpoint, judges.rollout_num_gpus_per_engine, judges.seed) == ("judge", 1, 7)
     assert (judges.sglang_cli, judges.offload_rollout) == (["--context-length", "64"], False)
     assert (judges.random_weights, judges.pushes_float8) == (False, False)
-    assert vars(actors) == vars(args) | {"worker_type": "regular", "keeps_weights": False}
+    assert vars(actors) == vars(args) | {"worker_type": "regular", "keeps_weights": False, "returns_routes": False}
     args.offload_rollout = None
     sleeps = [
         [spec.options(args, on_gpus).offload_rollout for spec in fleet_of(args).engines] for on_gpus in (None, True)

@@ -192,6 +192,7 @@ def _options(tokenizer: Any, url: str) -> Namespace:
         request_timeout=_REQUEST_S,
         sglang_server_concurrency=_CONCURRENCY,
         num_engines=1,
+        use_rollout_routing_replay=False,
     )
 
 

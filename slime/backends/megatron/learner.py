@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from slime.backends.megatron.optimizer import (
     state_tensors,
     wrap_data_parallel,
 )
+from slime.backends.megatron.replay import Routing, RoutingReplay
 from slime.backends.megatron.weights import checkpoint, weights_io
 from slime.files.model_directory import stored_weights
 from slime.training.bad_steps import BAD_STEPS, leave_out
@@ -40,6 +41,7 @@ from slime.utils import device
 
 logger = logging.getLogger(__name__)
 
+_OLD_LOG_PROBS = "old_log_probs"
 _OF_TOKENS = dict.fromkeys(("probs", "routing_map", "reversed_local_input_permutation_mapping"))
 """What of Megatron's all-to-all dispatcher has a row for each token."""
 _Output = Callable[..., Any]
@@ -84,6 +86,8 @@ class MegatronLearner:
             self.weights.keep(REFERENCE)
         if role == "actor" and args.opd_type == "megatron":
             self.weights.keep_loaded(TEACHER, partial(load_weights, self.model_chunks, args.opd_teacher_load))
+        # Not a critic's: its experts are others.
+        self._replay = RoutingReplay(args, self.model_chunks) if role == "actor" else None
         self.chunks = wrap_data_parallel(args, wrap(self.model_chunks))
         self._optimizer = make_optimizer(args, self.chunks)
         self._scheduler = make_scheduler(args, self._optimizer)
@@ -136,10 +140,11 @@ class MegatronLearner:
         self, micro_batches: list[MicroBatch], name: str, column_of: ColumnOf, weights: str = CURRENT
     ) -> None:
         """As `Learner`; a user's hook is called before it makes log-probs."""
+        routing = self._replay.of_log_probs if self._replay and name == _OLD_LOG_PROBS else Routing.LIVE
         with self.weights.switched(weights):
             model_hooks.before_column(self.args, name, self.chunks)
             results = self._pass(
-                micro_batches, lambda m, output, non_loss_data: column_of(m, output), forward_only=True
+                micro_batches, lambda m, output, non_loss_data: column_of(m, output), routing, forward_only=True
             )
         for micro_batch, column in zip(micro_batches, results, strict=bool(results)):
             micro_batch.put(name, column)
@@ -153,7 +158,8 @@ class MegatronLearner:
         self._optimizer.zero_grad()
         model_hooks.before_train_step(self.args, rollout_id, step_id, self.chunks, self._optimizer, self._scheduler)
         with embedding_at_hand(self.model_chunks):
-            return self._pass(micro_batches, partial(self._loss_for_schedule, loss), forward_only=False)
+            loss_of = partial(self._loss_for_schedule, loss)
+            return self._pass(micro_batches, loss_of, Routing.REPLAY, forward_only=False)
 
     def optimizer_step(self, where: str, why_bad: str | None = None) -> dict[str, float]:
         """As `Learner`; overflowing float16 gradients make no step, and a warning."""
@@ -191,12 +197,15 @@ class MegatronLearner:
         # The weights have divided already: the count that Megatron asks for is not used.
         return total, torch.zeros((), dtype=torch.int, device=total.device), report
 
-    def _pass(self, micro_batches: list[MicroBatch], output: _Output, *, forward_only: bool) -> list[Any]:
+    def _pass(
+        self, micro_batches: list[MicroBatch], output: _Output, routing: Routing, *, forward_only: bool
+    ) -> list[Any]:
         """Run the model; what ``output`` made of each micro-batch on the last pipeline stage, elsewhere nothing."""
-        with Pass(micro_batches, takers=len(self.chunks)) as taken:
+        replaying = nullcontext() if self._replay is None else self._replay.passing(routing)
+        with Pass(micro_batches, takers=len(self.chunks)) as taken, replaying:
             iterators: Any = [iter(taken) for _ in self.chunks]
             results: list[Any] = get_forward_backward_func()(
-                forward_step_func=partial(_forward, output),
+                forward_step_func=partial(self._forward, output),
                 data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
                 model=self.chunks,
                 num_microbatches=len(micro_batches),
@@ -207,6 +216,22 @@ class MegatronLearner:
             )
         _forget_tokens(self.model_chunks)
         return results
+
+    def _forward(
+        self, output: _Output, micro_batches: Iterator[MicroBatch], model: Any, *_: Any, **__: Any
+    ) -> tuple[Tensor, Any]:
+        """What Megatron's schedules call: one micro-batch through one model chunk, and what to do with its output."""
+        micro_batch = next(micro_batches)
+        number = next(number for number, chunk in enumerate(self.chunks) if chunk is model)
+        with nullcontext() if self._replay is None else self._replay.forward(number, micro_batch):
+            result = model(
+                micro_batch.tokens,
+                micro_batch.position_ids,
+                None,
+                packed_seq_params=micro_batch.packed_seq_params,
+                **micro_batch.model_inputs,
+            )
+        return result, partial(output, micro_batch)
 
     def _connect_schedule(self) -> None:
         """Tell Megatron's schedules how gradients are summed; they find it in the model's configuration."""
@@ -242,21 +267,6 @@ def load_weights(model_chunks: list[Any], source: str) -> None:
         checkpoint.load_model(stored, model_chunks)
     else:
         weights_io.load_hf(model_chunks, source)
-
-
-def _forward(
-    output: _Output, micro_batches: Iterator[MicroBatch], model: Any, *_: Any, **__: Any
-) -> tuple[Tensor, Any]:
-    """What Megatron's schedules call: one micro-batch through one model chunk, and what to do with its output."""
-    micro_batch = next(micro_batches)
-    result = model(
-        micro_batch.tokens,
-        micro_batch.position_ids,
-        None,
-        packed_seq_params=micro_batch.packed_seq_params,
-        **micro_batch.model_inputs,
-    )
-    return result, partial(output, micro_batch)
 
 
 def _finalize_gradients(model: list[Any], num_tokens: Any, **options: Any) -> None:

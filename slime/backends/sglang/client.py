@@ -12,6 +12,7 @@ import requests
 
 from slime.backends.sglang.loaded import ACTION, Loaded
 from slime.backends.sglang.token_stream import OnTokens, TokenStream
+from slime.utils.carried_fields import carried
 from slime.utils.errors import SlimeError
 from slime.utils.http_client import Http, RequestError
 from slime.utils.http_utils import ask_directly, redact
@@ -300,7 +301,7 @@ class GenerateClient:
         stream = None if on_tokens is None else TokenStream(on_tokens)
         if stream is not None:
             how["read"], payload["stream"] = stream.read, True
-        reply = await self._http.send("POST", self._url, payload, **how)
+        reply = await self._http.send("POST", self._url, carried(payload), **how)
         if stream is not None and reply == "":
             return stream.reply()
         if not isinstance(reply, dict):

@@ -139,7 +139,7 @@ def synchronize_nothing() -> None:
 
 
 def pin_nothing() -> None:
-    """Lets LoRA layers ask torch for pinned memory, which raises in a torch for CPUs."""
+    """Lets LoRA layers, and what keeps routes, ask torch for pinned memory, which raises in a torch for CPUs."""
     setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)  # noqa: B010
     for name in ("tensor", "zeros"):
         setattr(torch, name, _without_pinning(getattr(torch, name)))
@@ -151,6 +151,16 @@ def _without_pinning(make: Any) -> Any:
         return make(*args, **kwargs)
 
     return unpinned
+
+
+def keep_routes_of_each_step() -> None:
+    """Copies a step's routes out of the buffer that the next step writes into, as copying them from a GPU does.
+
+    What moves them to host memory leaves them where they are on a host without one, and looks at them a step later.
+    """
+    capturer: Any = importlib.import_module("sglang.srt.state_capturer.routed_experts").RoutedExpertsCapturer
+    cut = capturer._get_local_slice
+    capturer._get_local_slice = lambda self, *args, **kwargs: cut(self, *args, **kwargs).clone()
 
 
 def allow_sampling_seeds() -> None:

@@ -212,6 +212,8 @@ class Engine(Server):
             # Else each event of a stream has all of its tokens so far, and their log-probs.
             flags.append("--incremental-streaming-output")
         flags += self._part_flags()
+        if args.returns_routes:
+            flags.append("--enable-return-routed-experts")
         if meeting is not None:
             flags += ["--dist-init-addr", meeting]
         if self._num_nodes > 1:

@@ -147,6 +147,8 @@ def _other_settings(told: Mapping[str, Any], config: Mapping[str, Any], args: Na
         yield "blocks of float8 are pushed, which a server that slime has not started takes by disk only"
     if getattr(args, "pushes_heads", False) and not to_disk:
         yield "heads to draft by are pushed, which it takes by --update-weight-transport disk only"
+    if args.use_rollout_routing_replay:
+        yield "--use-rollout-routing-replay asks through the router, which only servers that slime starts understand"
     if args.lora_sync == "adapter" and not told.get("enable_lora"):
         yield "adapters are pushed: start it with --enable-lora"
 

@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 
 from slime.processes.kernel import with_id
 from slime.processes.server_process import server_secrets
+from slime.utils.carried_fields import taken_out
 from slime.utils.http_utils import redact
 
 FLOAT32_ROUTERS = {"glm4_moe": "Glm4MoeGate", "glm4_moe_lite": "Glm4MoeLiteGate"}
@@ -85,6 +86,20 @@ def unload_adapters_at_once() -> None:
         self._counters.pop(lora_id, None)
 
     registry.wait_for_unload = forget
+
+
+def take_out_carried_fields() -> None:
+    """Has requests take what asks for routes out of `session_params`, the field that the router passes on."""
+    request: Any = importlib.import_module("sglang.srt.managers.io_struct").GenerateReqInput
+    normalize = request.normalize_batch_and_arguments
+
+    def normalize_all(self: Any) -> None:
+        fields, self.session_params = taken_out(self.session_params)
+        for name, value in fields.items():
+            setattr(self, name, value)
+        normalize(self)
+
+    request.normalize_batch_and_arguments = normalize_all
 
 
 def keep_cache_scales() -> None:

@@ -44,6 +44,7 @@ class ServerFacts:
     changes_adapters: bool = False
     """Whether adapters come and go while it runs."""
     splits_experts: bool = False
+    returns_routes: bool = False
     sleeps: bool = False
     float8: bool = False
     """Whether it is pushed weights in float8."""
@@ -58,6 +59,7 @@ class ServerFacts:
             lora=not _LORA_FLAGS.isdisjoint(flags),
             changes_adapters="--enable-lora" in flags,
             splits_experts=not _EXPERT_FLAGS.isdisjoint(flags),
+            returns_routes="--enable-return-routed-experts" in flags,
             sleeps="--enable-memory-saver" in flags,
             float8=FLOAT8_VARIABLE in environment,
             further_node=int(last_value(flags, "--node-rank") or 0) > 0,
@@ -75,6 +77,7 @@ class ServerFacts:
             lora=adapters or not _LORA_FLAGS.isdisjoint(flags),
             changes_adapters=adapters,
             splits_experts=not _EXPERT_FLAGS.isdisjoint(flags),
+            returns_routes=args.use_rollout_routing_replay,
             sleeps=cuda and bool(sleeps),
             float8=args.pushes_float8,
         )
@@ -114,10 +117,17 @@ CPU_STAND_INS: tuple[Patch[ServerFacts], ...] = (
     _on_cpu("nothing_to_synchronize", "`/weights_checker` does not call it there.", cpu_stand_ins.synchronize_nothing),
     _on_cpu(
         "nothing_to_pin",
-        "LoRA layers ask whether there is any.",
+        "LoRA layers, and what keeps routes, ask whether there is any.",
         cpu_stand_ins.pin_nothing,
-        ", with LoRA layers",
-        lambda server: server.lora,
+        ", with LoRA layers or whose routes are replayed",
+        lambda server: server.lora or server.returns_routes,
+    ),
+    _on_cpu(
+        "routes_of_each_step",
+        "SGLang copies what it captures of a step on CPUs, too.",
+        cpu_stand_ins.keep_routes_of_each_step,
+        ", whose routes are replayed",
+        lambda server: server.returns_routes,
     ),
     _on_cpu("sampling_seeds", "SGLang allows torch_native there.", cpu_stand_ins.allow_sampling_seeds),
     _on_cpu(
@@ -203,6 +213,13 @@ SERVER_PROCESS: tuple[Patch[ServerFacts], ...] = (
         "`TokenizerManager.generate_request` of SGLang releases the adapter of every request that it counts.",
         fixes.unload_adapters_at_once,
         lambda server: server.changes_adapters,
+    ),
+    _sglang(
+        "carried_fields",
+        f"{_OWN} whose routes are replayed",
+        "sglang-router passes `return_routed_experts` and `routed_experts_start_len` on.",
+        fixes.take_out_carried_fields,
+        lambda server: server.returns_routes,
     ),
     _sglang(
         "schedulers_of_further_nodes",

@@ -20,6 +20,7 @@ from slime.options.eval_datasets import RULES as EVAL_RULES
 from slime.options.flags.schema import flag_named
 from slime.options.learning import distillation
 from slime.options.learning.algorithm import derive_algorithm
+from slime.options.learning.routing import contain_replay
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT, generates_itself
 from slime.options.rules import Rule, check
 from slime.options.serving.agents import check_agents
@@ -53,6 +54,7 @@ def derive_all(args: Namespace, warnings: list[str], reasons: Reasons) -> SavedM
     args.placement = next((name for name, is_on in sides.items() if is_on), "disaggregate")
     load_release(args, warnings)
     distillation.ask_the_teacher(args)
+    contain_replay(args)
     if missing := list(_missing(args)):
         raise OptionError("; ".join(missing))
     reasons.of(derive_algorithm, args)

@@ -63,7 +63,6 @@ NOT_YET: dict[str, str] = {
         --only-train-params-name-list --ref-update-interval --release-train --reset-optimizer-states
         --rollout-task-type --update-weight-delta-checksum --update-weight-delta-encoding
         --use-stateless-adam""",
-    "drop it: routing is computed anew by the trainer": "--use-rollout-routing-replay --use-routing-replay",
     "a --rollout-function-path of your own may ask a server": "--fetch-trajectory-retry-times --rollout-buffer-url",
     "drop it: --update-weight-disk-dir is where weights go by files": "--update-weight-local-checkpoint-dir",
     "drop it: config.json says what layers the model has": "--softmax-type --window-attn-skip-freq --window-size",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.data import Sample, Status
-from slime.data.columns import COLUMNS
+from slime.data.columns import COLUMNS, ROUTES
 from slime.data.source.numbers import numbers_kept
 from slime.options.checks.hook_paths import columns_of
 from slime.utils.errors import BadInputError
@@ -49,6 +49,9 @@ def convert(args: Namespace, samples: list[Sample]) -> Converted:
         values = {name: column[row] for name, column in columns.items()}
         sample = _sample(values, samples[origin], f"{where}: row {row} (sample {values['sample_indices']})")
         own = {name: values[key] for key, name in declared.items() if key in values}
+        routes = own.pop(ROUTES, None)
+        same = sample.tokens == samples[origin].tokens
+        sample.rollout_routed_experts = samples[origin].rollout_routed_experts if routes is None and same else routes
         sample.columns = samples[origin].columns | own
         rows.append(sample)
     sums = columns.get("rollout_mask_sums")

@@ -14,7 +14,8 @@ from slime.algorithms.rewards import LARGEST_REWARD, normalize_rewards, overlong
 from slime.batching.flops import DecoderShape, LatentShape, forward_flops
 from slime.batching.schedule import build_schedule, train_batches
 from slime.data import ColumnError, Ragged, Sample, Status, TrainBatch
-from slime.data.columns import LOSS_MASK, TOKENS, Values, from_samples
+from slime.data.columns import LOSS_MASK, ROUTES, TOKENS, Values, from_samples
+from slime.data.routes import RouteError, RouteShape
 from slime.data.source.numbers import numbers_kept
 from slime.options.checks.hook_paths import columns_of
 from slime.options.flags.schema import flag_named
@@ -56,6 +57,8 @@ def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tu
     metrics = rollout_metrics(samples, columns)
     if args.loss_type != "sft_loss":
         metrics |= reward_metrics(columns)
+    if ROUTES in columns.columns:
+        metrics["rollout/routed_ratio"] = _routed_ratio(args, columns)
     if args.overlong_buffer_len is not None:
         metrics["rollout/overlong_penalty"] = float(_overlong_penalties(args, samples).mean())
     return train_batches(columns, schedule), metrics
@@ -127,6 +130,7 @@ def _made_of_rollout(
         "rollout_log_probs": lambda: _rollout_log_probs(args, samples),
         "weight_versions": lambda: _weight_versions(samples),
         "metadata": lambda: _metadata(samples),
+        ROUTES: lambda: _routes(args, samples),
     }
 
 
@@ -267,6 +271,30 @@ def _metadata(samples: list[Sample]) -> np.ndarray:
     column = np.empty(len(samples), dtype=object)
     column[:] = [sample.train_metadata for sample in samples]
     return column
+
+
+def _routes(args: Namespace, samples: list[Sample]) -> Ragged:
+    """Routes of all tokens: those of samples that have none, or not of all tokens, are `RouteShape.absent` there."""
+    if all(sample.rollout_routed_experts is None for sample in samples):
+        raise BadInputError(
+            f"--use-rollout-routing-replay: none of {len(samples)} samples has routes: a generate function that asks "
+            "engines by itself asks for return_routed_experts, and passes meta_info to Sample.append_response_tokens"
+        )
+    shape, rows = RouteShape.of(args), []
+    for position, sample in enumerate(samples):
+        try:
+            rows.append(shape.trained(sample.rollout_routed_experts, len(sample.tokens)))
+        except RouteError as error:
+            raise BadInputError(f"{_name(position, sample)}: {error}") from error
+    return Ragged.from_rows(rows, shape.dtype, rows[0].shape[1:])
+
+
+def _routed_ratio(args: Namespace, columns: TrainBatch) -> float:
+    """Share of tokens, of all but each sample's last one, with a route in every layer."""
+    routes = columns.columns[ROUTES]
+    assert isinstance(routes, Ragged)
+    absent = (routes.values == RouteShape.of(args).absent).reshape(len(routes.values), -1).any(1)
+    return 1 - (int(absent.sum()) - len(routes)) / max(len(absent) - len(routes), 1)
 
 
 def _weight_versions(samples: list[Sample]) -> Ragged:

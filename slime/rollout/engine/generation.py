@@ -9,7 +9,7 @@ from argparse import Namespace
 from typing import Any
 
 from slime.backends.sglang.client import OnTokens, RequestError
-from slime.data import Sample, Status
+from slime.data import Sample, Status, routes
 from slime.data.rows.conversation import RowError, check_messages, render
 from slime.data.rows.tokenizer import load_tokenizer
 from slime.options.flags.sglang import KEYED_POLICIES
@@ -77,9 +77,13 @@ async def _generate(
                 sample.status = Status.ABORTED
                 break
             headers = _routing_headers(args, sample)
-            streams = {} if on_tokens is None else {"on_tokens": on_tokens}
-            reply = await state.client.generate(sample.tokens, params, headers=headers, rid=rid, **streams)
+            fields: dict[str, Any] = routes.asked_for(args, sample.rollout_routed_experts, before)
+            if on_tokens is not None:
+                fields["on_tokens"] = on_tokens
+            reply = await state.client.generate(sample.tokens, params, headers=headers, rid=rid, **fields)
         meta = reply["meta_info"]
+        if routes.START in fields:
+            meta[routes.START] = fields[routes.START]
         # [[log-prob, token id, ...], ...]: taken together, so that no log-prob can belong to another token.
         pairs = meta.get("output_token_logprobs") or []
         tokens, log_probs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
