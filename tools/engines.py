@@ -95,7 +95,8 @@ def main(words: Sequence[str] | None = None) -> int:
         version = _serves(control, name, time.monotonic() + args.timeout)
         print(f"{name} serves, with the weights of version {version}")
     except BadInputError as error:
-        parser.error(str(error))
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
     except RefusedError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.files.model_directory import has_weights, model_directory
+from slime.files.model_directory import NO_WEIGHTS, has_weights, model_directory
 from slime.options.checks.model_shape import take_shape
 from slime.options.errors import OptionError
 from slime.options.flags import megatron
@@ -85,7 +85,7 @@ def _resolve(args: argparse.Namespace, given: set[str]) -> list[str]:
     args.save = os.path.abspath(os.path.expanduser(args.save))
     args.hf_checkpoint = model_directory(args.hf_checkpoint, with_weights=True)
     if not has_weights(args.hf_checkpoint):
-        raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: there are no *.safetensors in it")
+        raise OptionError(f"--hf-checkpoint {args.hf_checkpoint}: {NO_WEIGHTS}")
     args.random_weights, args.params_dtype = False, "float32"  # no weight is computed: the checkpoint keeps their types
     warnings: list[str] = []
     take_shape(args, given, warnings)

@@ -15,7 +15,7 @@ from slime.convert.torch_dist_to_hf import locate_all, plan, specs_of, unused
 from slime.files.block_scaled import SCALE_END, block_sizes, num_blocks
 from slime.files.checkpoints import LATEST, SavedModel, find_checkpoint, has_checkpoint, is_torch_dist, same_place
 from slime.files.hf_reader import Header, read_engine_headers, read_headers
-from slime.files.model_directory import has_weights
+from slime.files.model_directory import NO_WEIGHTS, has_weights
 from slime.models import Family, family_of, hf_config, shape_from_hf, weight_shape
 from slime.models.adapters import adapter_family, targeted_sources
 from slime.models.family import ADAPTER_MARK, MODEL_PREFIXES, VALUE_HEAD_KEY, Row, check_names, holds_heads
@@ -57,7 +57,7 @@ def check_weight_files(args: Namespace, resumed: SavedModel | None, *, downloade
     if reads and ref is not None and not (has_weights(ref) or has_checkpoint(ref) or is_torch_dist(ref)):
         raise OptionError(f"--ref-load {ref}: there are neither *.safetensors nor a checkpoint in it")
     if downloaded and ((starts and ref is None) or serves) and not has_weights(own):
-        raise OptionError(f"--hf-checkpoint {own}: there are no *.safetensors in it")
+        raise OptionError(f"--hf-checkpoint {own}: {NO_WEIGHTS}")
     # What --load named is a checkpoint, even in the model's own directory.
     from_own = ref is None or (args.ref_load_flag != "--load" and same_place(ref, own))
     headers: Headers = {}

@@ -34,6 +34,10 @@ def read_control_file(run_dir: str | Path) -> tuple[str, str]:
         found = read_object(path)
         return str(found["url"]), str(found["key"])
     except FileNotFoundError:
-        raise BadInputError(f"{path} is not there: no run with engines is under way in {run_dir}") from None
+        if not Path(run_dir).is_dir():
+            raise BadInputError(f"{run_dir}: there is no such directory: name a run's, its --run-dir") from None
+        raise BadInputError(
+            f"{path} is not there: the run in {run_dir} starts its engines still, or has ended, or it is none"
+        ) from None
     except (OSError, KeyError) as error:
         raise BadInputError(f"{path} cannot be read: {error!r}") from None

@@ -13,6 +13,10 @@ OTHER_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onn
 """Weights that neither engines nor trainers read: a hub repository may hold them beside the safetensors."""
 
 
+NO_WEIGHTS = "there are no *.safetensors in it: download or copy the model's weights there, or name another directory"
+"""What is wrong with a model's directory that has its config.json alone, and what to do."""
+
+
 def model_directory(checkpoint: str, *, with_weights: bool, flag: str = "--hf-checkpoint") -> str:
     """A model as an absolute directory; a hub id is downloaded (or found in the cache) first, or BadInputError.
 

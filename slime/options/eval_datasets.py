@@ -156,7 +156,7 @@ def data_file(flag: str, path: str) -> str:
     """The path of a data file, absolute, with its slice; OptionError where there is none."""
     file, bracket, rest = path.partition("@[")
     if not os.path.isfile(os.path.expanduser(file)):
-        raise OptionError(f"{flag} {path}: there is no file {file}")
+        raise OptionError(f"{flag} {path}: there is no such file" + (f" as {file}" if bracket else ""))
     return os.path.abspath(os.path.expanduser(file)) + bracket + rest
 
 

@@ -132,7 +132,7 @@ less --hf-checkpoint -> --hf-checkpoint is missing
 --hf-checkpoint nobody/no-such-model -> nobody/no-such-model: no such directory, not in the Hugging
 --hf-checkpoint . -> there is no config.json
 less --prompt-data -> --prompt-data is missing
---prompt-data no.jsonl@[0:3] -> --prompt-data no.jsonl@[0:3]: there is no file no.jsonl
+--prompt-data no.jsonl@[0:3] -> --prompt-data no.jsonl@[0:3]: there is no such file as no.jsonl
 less --rollout-batch-size -> --rollout-batch-size is missing
 less --num-rollout -> --num-rollout or --num-epoch is missing
 less --rm-type -> --rm-type or --custom-rm-path is missing
@@ -154,7 +154,7 @@ less --colocate -> --rollout-num-gpus is missing
 --eval-interval 3 -> --eval-interval 3 needs --eval-prompt-data
 --eval-prompt-data a aime.jsonl b -> --eval-prompt-data takes pairs NAME PATH, not 3 words
 --eval-prompt-data a aime.jsonl a gsm8k.jsonl -> --eval-prompt-data names 'a' twice
---eval-prompt-data a no.jsonl -> --eval-prompt-data no.jsonl: there is no file
+--eval-prompt-data a no.jsonl -> --eval-prompt-data no.jsonl: there is no such file
 --update-weight-transport distributed -> distributed needs separate slots
 --update-weight-transport tensor --rollout-num-gpus 1 less --colocate -> tensor needs --colocate
 --custom-rm-path hook.py:reward -> --custom-rm-path hook.py:reward: hook.py has no 'reward'; did you
@@ -219,7 +219,7 @@ less --colocate -> --rollout-num-gpus is missing
 --save-hf {rollout_id -> --save-hf {rollout_id: only {rollout_id}
 --save-hf {rollout_id.x} -> --save-hf {rollout_id.x}: only {rollout_id}
 --save-debug-train-data {rollout_id}_{rank:{rollout_id}} -> {rank:{rollout_id}}: write {rank}, or
---hf-checkpoint bare -> bare: there are no *.safetensors in it
+--hf-checkpoint bare -> bare: there are no *.safetensors in it: download or copy
 --hf-checkpoint bare --debug-rollout-only -> bare: there are no *.safetensors in it
 --hf-checkpoint moe --expert-tensor-parallel-size 3 -> not a multiple of --expert-tensor-parallel-size 3
 --rolout-batch-size 4 -> unknown flag --rolout-batch-size; did you mean --rollout-batch-size?

@@ -47,7 +47,7 @@ def directory(launch_directory: Path) -> Path:
 --load foreign -> --load {directory}/foreign holds adapters and no model: name the model they belong to
 --load kept --save-hf kept -> would replace {directory}/kept (--load): name a directory of its own
 --ref-load kept --save-hf kept -> would replace {directory}/kept (--ref-load): name a directory of its own
---save ended -> --save {directory}/ended has checkpoints of another run, the latest of rollout 3: go on
+--save ended -> --save {directory}/ended has checkpoints of another run, the latest of rollout 3, counted from 0: go on
 --load torch_dist --save ended -> go on with that run by --load {directory}/ended, or save to another
 --load converted --ref-load model -> --load converted holds weights to start from
 --ref-load bare -> --ref-load {directory}/bare: there are neither *.safetensors nor a checkpoint

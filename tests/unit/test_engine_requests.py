@@ -152,9 +152,11 @@ def test_other_words_are_bad_input(tmp_path: Path, words: list[str]) -> None:
 
 
 def test_without_a_run_or_in_time_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        tool.main([str(tmp_path), "list"])
-    assert "engines.json is not there: no run with engines is under way" in capsys.readouterr().err
+    cases = ((tmp_path, "engines.json is not there: the run in "), (tmp_path / "no", "no: there is no such directory"))
+    for place, said in cases:
+        assert tool.main([str(place), "list"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
     made = Run(tmp_path)
     made._ended.set()
     made._thread.join(10)

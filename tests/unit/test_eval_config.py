@@ -136,7 +136,7 @@ datasets: [{path: aime.jsonl}] -> dataset 0: its name must be text, not None
 datasets: {2024: {path: aime.jsonl}} -> dataset 0: its name must be text, not 2024
 datasets: {a: {name: b, path: aime.jsonl}} -> a: a dataset by name has no key 'name'
 datasets: {a: {}} -> eval.yaml: a: path is missing
-datasets: {a: {path: no.jsonl}} -> eval.yaml: a: path no.jsonl: there is no file no.jsonl
+datasets: {a: {path: no.jsonl}} -> eval.yaml: a: path no.jsonl: there is no such file
 datasets: [{name: a, path: aime.jsonl}, {name: a, path: aime.jsonl}] -> eval.yaml: names 'a' twice
 datasets: {a: {path: aime.jsonl, temprature: 1}}
     -> eval.yaml: a: unknown key 'temprature'; did you mean temperature?

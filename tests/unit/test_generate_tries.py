@@ -193,3 +193,25 @@ def test_samples_without_a_response_fail_one_by_one(make_args: Args, use: Use, t
     assert indices(rollout(kept, 0, source).samples) == [0, 2, 3, 4]
     assert source.num_dropped == {"generate_error": 1}
     assert indices(rollout(own).samples) == [0, 1, 2, 3], "what can be trained is then for the user's function to say"
+
+
+@pytest.mark.parametrize(("raised", "times"), [("BadInputError", 1), ("OSError", 3)])
+def test_a_reward_that_refuses_a_sample_is_not_asked_again(
+    make_args: Args, use: Use, tmp_path: Path, raised: str, times: int
+) -> None:
+    use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "from slime.utils.errors import BadInputError\n"
+        "def rm(args, sample):\n"
+        "    if sample.group_index == 0:\n"
+        "        args.asked.append(sample.index)\n"
+        f"        raise {raised}('no reference answer')\n"
+        "    return 1.0\n",
+    )
+    args = make_args(custom_rm_path=f"{hook}:rm", on_sample_error="retry")
+    args.asked = []
+    source = RolloutDataSourceWithBuffer(args)
+    assert 0 not in indices(rollout(args, 0, source).samples)
+    assert args.asked.count(0) == times
+    assert source.num_dropped == {"reward_error": 1}

@@ -87,6 +87,8 @@ def test_later_duplicates_win_and_repeated_lists_gather(parser: StrictParser) ->
     ("words", "expected"),
     [
         ("--bach 3 --fsat --zzz", "unknown flag --bach; did you mean --batch?; unknown flag --fsat; did you mean"),
+        ("--learning-rate 3", "unknown flag --learning-rate; did you mean --lr?"),
+        ("--max-restarts 3", "unknown flag --max-restarts; it is launch's, of scripts/launch.sh"),
         ("--batc 3", "unknown flag --batc; did you mean --batch?"),
         ("--batch 0", "argument --batch: must be at least 1, not 0"),
         ("--batch x", "argument --batch: invalid int value: 'x'"),

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from slime.entry.arguments import describe
+from slime.files.model_directory import NO_WEIGHTS
 from slime.rollout.model_urls import get_model_url
 from tests.command_line import Fails, Flags, Parse, refused, write_model
 
@@ -78,7 +79,7 @@ def test_a_model_without_weights_or_without_a_use(
     parse("--rm-model-path judge --rm-num-gpus 1")
     assert "--rm-model-path serves a model that only your own code asks" in capsys.readouterr().err
     (tmp_path / "judge" / "model.safetensors").unlink()
-    assert fails(SERVED).endswith("there are no *.safetensors in it")
+    assert fails(SERVED).endswith(NO_WEIGHTS)
     assert parse(f'{SERVED} --rm-sglang-args {{"load_format":"dummy"}}').rm_sglang_cli == ["--load-format", "dummy"]
 
 

@@ -14,6 +14,7 @@ import yaml
 from slime.backends.sglang.engine import Engine
 from slime.data import Sample
 from slime.entry.arguments import describe, parse_args
+from slime.files.model_directory import NO_WEIGHTS
 from slime.fleet.layout import describe_models
 from slime.fleet.placement import describe_placement
 from slime.fleet.spec import EngineSpec, fleet_of
@@ -310,9 +311,8 @@ def test_what_does_not_fit_the_run_is_one_line(flags: Flags, message: str, fails
 def test_a_model_without_weights(directory: Path, fails: Fails) -> None:
     (directory / "other" / "model.safetensors").unlink()
     write({"sglang": [ACTOR, FROZEN]})
-    assert fails(APART, "--colocate").endswith(
-        f"frozen: model_path {directory}/other: there are no *.safetensors in it"
-    )
+    assert fails(APART, "--colocate").endswith(f"frozen: model_path {directory}/other: {NO_WEIGHTS}")
+    assert NO_WEIGHTS in fails(APART, "--colocate --dry-run"), "files of this host are looked at"
     dummy = [{"num_gpus": 1, "overrides": {"load_format": "dummy"}}]
     assert fleet_of(parsed([ACTOR, FROZEN | {"server_groups": dummy}])).engines[1].sglang_flags[-1] == "dummy"
     write({"sglang": [ACTOR, FROZEN | {"model_path": "nowhere"}]})

@@ -31,9 +31,9 @@ def dry_run(args: argparse.Namespace) -> None:
     if not full:
         print("# Values that are not the defaults; --dry-run full prints all.")
     print(describe(args, changed=not full))
+    print(*patches_of(args), sep="\n")
     print(describe_placement(args))
     print(describe_models(args))
-    print(*patches_of(args), sep="\n")
     # Again: those lines have driven them from the screen.
     print(*_as_warnings(args.option_warnings), *found, "ok: the run can start", sep="\n")
 

@@ -74,8 +74,8 @@ def derive_checkpoints(args: Namespace) -> SavedModel | None:
     if args.save and not same_place(args.load, args.save) and has_checkpoint(args.save) and not is_release(args.save):
         # It would begin their numbers anew, overwrite some and call its own the latest.
         raise OptionError(
-            f"--save {args.save} has checkpoints of another run, the latest of rollout {latest_name(args.save)}: go "
-            f"on with that run by --load {args.save}, or save to another directory"
+            f"--save {args.save} has checkpoints of another run, the latest of rollout {latest_name(args.save)}, "
+            f"counted from 0: go on with that run by --load {args.save}, or save to another directory"
         )
     if args.ref_load is not None and not has_weights(args.ref_load):
         latest = _latest(args.ref_load_flag, args.ref_load)

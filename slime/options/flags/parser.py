@@ -19,6 +19,11 @@ HOOK_GROUP = "Hook "
 """What titles of groups begin with that users' hooks add flags to."""
 _SINGLE = (None, argparse.OPTIONAL)
 """``nargs`` of a flag with one value."""
+_NAMES_ELSEWHERE = {
+    "--learning-rate": "did you mean --lr?",
+    "--max-restarts": "it is launch's, of scripts/launch.sh: `launch train.py --max-restarts N ...`, or MAX_RESTARTS=N",
+}
+"""Flags of other programs that no likeness of names leads from, and what is meant here."""
 
 
 class StrictParser(argparse.ArgumentParser):
@@ -155,6 +160,8 @@ class StrictParser(argparse.ArgumentParser):
 
     def explain_unknown(self, flag: str) -> str:
         """The sentence of an error about a flag that there is not."""
+        if flag in _NAMES_ELSEWHERE:
+            return f"unknown flag {flag}; {_NAMES_ELSEWHERE[flag]}"
         return f"unknown flag {flag}{self.nearest(flag)}"
 
     def nearest(self, flag: str, similarity: float = 0.75) -> str:

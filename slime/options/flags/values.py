@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+_MERGE = "tag:yaml.org,2002:merge"
 _BITS = 64
 _SHOWN, _END = 200, 80
 """Characters of a long word that an error quotes from its beginning and its end."""
@@ -52,6 +53,21 @@ def shortened(text: str) -> str:
     return _LONG_WORD.sub(lambda word: f"{word[0][:_SHOWN]}...({len(word[0])} characters)...{word[0][-_END:]}", text)
 
 
+class _OneOfAKey(yaml.SafeLoader):
+    """A mapping with a key twice is an error: YAML forbids it, and the library keeps the last one without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen and key.tag != _MERGE:
+                problem = f"the key {key.value!r} is there twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
 def read_yaml(path: str) -> Any:
     """What a YAML file holds; ValueError, which does not name it: it is not a file or no YAML, or refers to itself."""
     place = os.path.expanduser(path)
@@ -59,7 +75,7 @@ def read_yaml(path: str) -> Any:
         raise ValueError("it is not a file" if os.path.exists(place) else "there is no such file")
     try:
         with open(place, "rb") as file:
-            value = yaml.safe_load(file.read().decode("utf-8-sig"))
+            value = yaml.load(file.read().decode("utf-8-sig"), _OneOfAKey)
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 (byte {error.start})") from error
     except RecursionError as error:
@@ -67,7 +83,8 @@ def read_yaml(path: str) -> Any:
     except OSError as error:
         raise ValueError(str(error.strerror)) from error
     except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        told = str(error).replace(' in "<unicode string>",', " in")
+        raise ValueError(" ".join(told.split())) from error
     if _refers_to_itself(value, ()):
         raise ValueError("it refers to itself")
     return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 
-from slime.files.model_directory import has_weights, model_directory
+from slime.files.model_directory import NO_WEIGHTS, has_weights, model_directory
 from slime.options.errors import OptionError
 from slime.options.rules import Rule, check
 
@@ -42,4 +42,4 @@ def find_reward_model(args: Namespace) -> None:
     args.rm_model_path = model_directory(args.rm_model_path, with_weights=not args.dry_run, flag="--rm-model-path")
     as_usual = "load_format" not in (args.rm_sglang_args or {})
     if as_usual and is_there and not has_weights(args.rm_model_path):
-        raise OptionError(f"--rm-model-path {args.rm_model_path}: there are no *.safetensors in it")
+        raise OptionError(f"--rm-model-path {args.rm_model_path}: {NO_WEIGHTS}")

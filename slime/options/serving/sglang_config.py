@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from slime.files.checkpoints import same_place
-from slime.files.model_directory import has_weights, model_directory
+from slime.files.model_directory import NO_WEIGHTS, has_weights, model_directory
 from slime.options.errors import OptionError, naming
 from slime.options.flags.parser import StrictParser
 from slime.options.flags.values import read_yaml
@@ -290,9 +291,10 @@ def find_models(args: Namespace) -> None:
     for model in args.sglang_models:
         path, flag = model.model_path, f"{model.where}: model_path"
         if path is not None:
+            is_there = os.path.isdir(os.path.expanduser(path)) or not args.dry_run
             path = model_directory(path, with_weights=not args.dry_run, flag=flag)
             as_usual = not any("--load-format" in group.sglang_cli for group in model.groups)
-            if as_usual and not args.dry_run and not has_weights(path):
-                raise OptionError(f"{flag} {path}: there are no *.safetensors in it")
+            if as_usual and is_there and not has_weights(path):
+                raise OptionError(f"{flag} {path}: {NO_WEIGHTS}")
         found.append(replace(model, model_path=path))
     args.sglang_models = found

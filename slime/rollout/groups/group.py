@@ -24,7 +24,7 @@ from slime.rollout.rm_hub import async_rm, batched_async_rm, judge_of
 from slime.rollout.sampling import request_seed
 from slime.rollout.user.hooks import Limit, accepted, call_hook
 from slime.utils.calls import parameters_of
-from slime.utils.errors import DeadlineError, HookError, SettingError, SlimeError
+from slime.utils.errors import BadInputError, DeadlineError, HookError, SettingError, SlimeError
 from slime.utils.http_client import NoReplyError, RequestError
 from slime.utils.misc import load_function
 from slime.utils.user_functions import naming
@@ -258,8 +258,11 @@ class GroupRun:
                 state.failures[reason] += 1
                 sample.failure = f"{reason}: {error}"
                 state.runtime.failures.warn(f"sample {sample.index}, try {number + 1} of {tries}", reason, error)
+                is_last = number + 1 == tries or (what == "reward" and _is_refusal(error))
                 if state.failures[reason] == 1:
-                    self._tell(sample, what, error, "it is tried again" if number + 1 < tries else "it is given up")
+                    self._tell(sample, what, error, "it is given up" if is_last else "it is tried again")
+                if is_last:
+                    break
         sample.status, sample.reward = Status.FAILED, None
         return None
 
@@ -336,6 +339,11 @@ def _is_of_sample(error: Exception, what: str) -> bool:
     return isinstance(error, (HookError, DeadlineError, RowError, NoReplyError)) or (
         isinstance(error, RequestError) and error.status in _REFUSED
     )
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a reward, ours or a user's, says that what it was given cannot be used: another try would end alike."""
+    return isinstance(error, BadInputError) or isinstance(error.__cause__, BadInputError)
 
 
 def _checked(result: Any, numbers: Numbers, where: str) -> Sample | list[Sample]:
