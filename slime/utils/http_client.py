@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp.payload import JsonBytesPayload
 
-from slime.utils.carried_fields import carried
 from slime.utils.environment import proxy_of
 from slime.utils.errors import SlimeError
 from slime.utils.user_functions import setting
@@ -51,6 +50,12 @@ _TIMEOUT_S = 1800.0
 """Of a request outside of an `Http` that has one."""
 
 
+CARRIER = "session_params"
+"""A field of SGLang's, of requests to generate, in which those travel that sglang-router knows nothing of and leaves
+out; servers that slime starts take them out of it again. slime has no sessions of that kind."""
+CARRIED = ("return_routed_experts", "routed_experts_start_len")
+
+
 class RequestError(SlimeError, RuntimeError):
     """A request that failed for good; ``status`` is None where no reply came."""
 
@@ -77,6 +82,13 @@ def router_variable(model: str | None) -> str:
 
 def _routers() -> list[str]:
     return [origin_of(url) for name, url in os.environ.items() if _ROUTER_VARIABLE.fullmatch(name)]
+
+
+def carried(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """A payload with the fields of `CARRIED` within their carrier."""
+    inside = {name: payload[name] for name in CARRIED if name in payload}
+    left = {name: value for name, value in payload.items() if name not in inside}
+    return left | ({CARRIER: (payload.get(CARRIER) or {}) | inside} if inside else {})
 
 
 class Http:

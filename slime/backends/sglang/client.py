@@ -12,9 +12,8 @@ import requests
 
 from slime.backends.sglang.loaded import ACTION, Loaded
 from slime.backends.sglang.token_stream import OnTokens, TokenStream
-from slime.utils.carried_fields import carried
 from slime.utils.errors import SlimeError
-from slime.utils.http_client import Http, RequestError
+from slime.utils.http_client import Http, RequestError, carried
 from slime.utils.http_utils import ask_directly, redact
 
 __all__ = ["ADAPTER", "EngineControl", "EngineError", "GenerateClient", "Loaded", "OnTokens", "RequestError"]

@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from slime.processes.kernel import with_id
 from slime.processes.server_process import server_secrets
-from slime.utils.carried_fields import taken_out
+from slime.utils.http_client import CARRIED
 from slime.utils.http_utils import redact
 
 FLOAT32_ROUTERS = {"glm4_moe": "Glm4MoeGate", "glm4_moe_lite": "Glm4MoeLiteGate"}
@@ -94,9 +94,11 @@ def take_out_carried_fields() -> None:
     normalize = request.normalize_batch_and_arguments
 
     def normalize_all(self: Any) -> None:
-        fields, self.session_params = taken_out(self.session_params)
-        for name, value in fields.items():
-            setattr(self, name, value)
+        carrier = dict(self.session_params or {})
+        for name in CARRIED:
+            if name in carrier:
+                setattr(self, name, carrier.pop(name))
+        self.session_params = carrier or None
         normalize(self)
 
     request.normalize_batch_and_arguments = normalize_all

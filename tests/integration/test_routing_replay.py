@@ -1,0 +1,74 @@
+"""Engines' routes replayed by the trainer: real Ray, Megatron and SGLang on a CPU, a tiny mixture of experts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slime.files.safe_dump import load_safe
+from tests.integration.harness import ROOT, TrainProcess, series
+from tests.integration.test_train import RUN_S, Value, flags, make_workspace
+
+NUM_GPUS = 0
+pytestmark = [pytest.mark.integration, pytest.mark.full]
+PERTURBED = f"{Path(__file__).parent / 'perturbed_router.py'}:perturb"
+DIFFERENCE = "train/train_rollout_logprob_abs_diff"
+EXPERTS, TOPK, LAYERS = 8, 2, 3
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_workspace(tmp_path_factory.mktemp("replay"))
+    size = ["--arch", "qwen3_moe", "--num-layers", str(LAYERS), "--hidden-size", "64", "--intermediate-size", "64"]
+    size += ["--num-experts", str(EXPERTS), "--experts-per-token", str(TOPK), "--overwrite"]
+    make = [sys.executable, str(ROOT / "tools/make_tiny_model.py"), str(path / "model"), *size]
+    subprocess.run(make, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    return path
+
+
+def run(workspace: Path, name: str, **options: Value) -> Path:
+    run_dir = workspace / name
+    samples = str(run_dir / "samples_{rollout_id}.pt")
+    line = flags(workspace, run_dir, num_rollout=1, num_steps_per_rollout=2, save_debug_rollout_data=samples, **options)
+    if "custom_megatron_init_path" in options:
+        line.remove("--ci-test")  # of which log-probs that differ are an error
+    with TrainProcess(line, workspace / f"{name}.log") as process:
+        assert process.wait(2 * RUN_S) == 0, process.tail()
+        process.assert_no_process_left()
+    return run_dir
+
+
+def test_a_perturbed_router_is_put_right_by_the_engines_routes(workspace: Path) -> None:
+    """Of the same samples: with routes the log-probs are as near to the engine's as those of an unperturbed router."""
+    replay: dict[str, Value] = {"use_rollout_routing_replay": True}
+    runs = {
+        "right": run(workspace, "right", **replay),
+        "perturbed": run(workspace, "perturbed", custom_megatron_init_path=PERTURBED),
+        "replayed": run(workspace, "replayed", custom_megatron_init_path=PERTURBED, **replay),
+    }
+    differences = {name: series(run_dir, DIFFERENCE)[0] for name, run_dir in runs.items()}
+    print(differences)
+    assert differences["replayed"] < 1.2 * differences["right"]
+    assert differences["replayed"] < differences["perturbed"] / 10
+    assert series(runs["right"], "rollout/routed_ratio") == [1.0]
+    check_samples(workspace, runs["right"])
+
+
+def check_samples(workspace: Path, run_dir: Path) -> None:
+    """What the engine says is what Hugging Face's model chooses, for each token but the last one."""
+    model = AutoModelForCausalLM.from_pretrained(workspace / "model", dtype=torch.float32)
+    samples = load_safe(run_dir / "samples_0.pt", "")["samples"]
+    assert len(samples) == 16
+    for sample in samples:
+        with torch.no_grad():
+            logits = model(torch.tensor(sample["tokens"])[None], output_router_logits=True).router_logits
+        chosen = torch.stack([layer.view(-1, EXPERTS).topk(TOPK).indices for layer in logits], dim=1)[:-1]
+        routes = sample["rollout_routed_experts"]
+        assert (routes.dtype, routes.shape) == (np.uint8, (len(sample["tokens"]) - 1, LAYERS, TOPK))
+        assert np.array_equal(np.sort(routes, -1), np.sort(chosen.numpy(), -1))
