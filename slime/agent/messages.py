@@ -154,7 +154,8 @@ def _value(arguments: Any) -> Any:
     if not isinstance(value, dict):
         return value
     said = {name: _argument(each) for name, each in value.items()}
-    return {name: text for name, text in said.items() if text != "false"}  # which an option is that was not given
+    # Which an option is that was not given.
+    return {name: text for name, text in said.items() if text not in ("false", "null")}
 
 
 def _argument(value: Any) -> str:

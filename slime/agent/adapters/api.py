@@ -37,6 +37,11 @@ class Reply(abc.ABC):
     def end(self, reply: TurnReply) -> list[Event]:
         """When all is made: tool calls, why it ended, and counts."""
 
+    def fail(self, status: int, error: Mapping[str, Any]) -> list[Event]:
+        """When it has begun and cannot be made to its end; ``error`` is the API's body of that, ``status`` the one that
+        it would have had before."""
+        return [("error", error)]
+
 
 class Api(abc.ABC):
     """One API's way to ask for a turn."""

@@ -15,6 +15,8 @@ from slime.data.rows.messages import Messages
 
 _PARAMS = {"max_output_tokens": "max_new_tokens"}
 _ASKED = ("instructions", "previous_response_id", "temperature", "top_p")
+_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+"""Of OpenAI's codes for responses that have failed, by the status that a refusal would have; else ``server_error``."""
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -163,6 +165,10 @@ class _Reply(Reply):
             self._items.append(item)
         response = self._done(reply)
         return [*events, self._event(f"response.{response['status']}", response=response)]
+
+    def fail(self, status: int, error: Mapping[str, Any]) -> list[Event]:
+        told = {"code": _CODES.get(status, "server_error"), "message": error["error"]["message"]}
+        return [self._event("response.failed", response=self._response("failed", error=told))]
 
     def _start(self, part: str) -> list[Event]:
         self._open, self._text = part, ""
