@@ -162,6 +162,10 @@ class OpenAIAdapter(BaseAdapter):
     """``/v1/chat/completions`` and ``/v1/responses``, and the APIs of `AnthropicAdapter`."""
 
 
+class ResponsesAdapter(OpenAIAdapter):
+    """The same, by the name that is for Codex."""
+
+
 def _options(tokenizer: Any, url: str) -> Namespace:
     """What requests read of a run's options."""
     parts = urlsplit(url)

@@ -91,6 +91,11 @@ def text_only(body: Mapping[str, Any], choices: str | None = None) -> None:
         )
 
 
+def reminder(text: str) -> str:
+    """What agents' programs say as the system in mid conversation, where templates may have none, as the user's."""
+    return f"<system-reminder>\n{text}\n</system-reminder>"
+
+
 @functools.lru_cache(maxsize=256)
 def warn_left_out(what: str) -> None:
     """Say once that something that agents' programs send is not shown to the model."""

@@ -9,12 +9,14 @@ from argparse import Namespace
 from slime.options.errors import OptionError
 from slime.options.rules import check
 from slime.options.serving.agents import EVERY_INTERFACE, RULES
-from slime.utils.http_utils import LOOPBACK, host_ip, is_own_address
 
 
 def gateway_host(args: Namespace) -> str:
     """The address of this host at which the gateway listens: the one that was named, else the router's. Of a router
     that is still to be started the one that it will have."""
+    # Later than the options, whose pages are made where there is no client of HTTP.
+    from slime.utils.http_utils import LOOPBACK, host_ip, is_own_address
+
     if args.agent_host is not None:
         return str(args.agent_host)
     router = args.sglang_router_ip
