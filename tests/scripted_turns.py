@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from argparse import Namespace
 from collections.abc import Callable, Coroutine
 from types import ModuleType
@@ -63,6 +64,12 @@ def end_of_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
         raise SessionError(503, "the rollout has enough samples")
 
     monkeypatch.setattr(InRollout, "generate", refuse)
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch, args: Namespace) -> None:
+    """From now on each turn of an agent's waits, as for a push, for longer than the run gives its rollouts."""
+    monkeypatch.setattr(InRollout, "generate", lambda *_: asyncio.sleep(60))
+    args.rollout_timeout = 0.2
 
 
 def turn_by_turn(args: Namespace, sample: Sample) -> list[tuple[int, str]]:

@@ -36,19 +36,20 @@ async def run(
     Any client of OpenAI's API would do. To make an ``openai.AsyncOpenAI`` takes tens of milliseconds of a processor, as
     the tiny model does for a session: share one among sessions (``with_options(base_url=...)``) if you use it.
     """
-    messages, calls, said = list(prompt), 0, {}
-    async with aiohttp.ClientSession(raise_for_status=True) as http:
+    messages, calls, said, asked = list(prompt), 0, {}, dict(request_kwargs)
+    limit = aiohttp.ClientTimeout(asked.pop("timeout"))  # the run's: a turn may wait for weights that are pushed
+    async with aiohttp.ClientSession(raise_for_status=True, timeout=limit) as http:
         for _ in range(MAX_TURNS):
-            body = {"messages": messages, "tools": [FIND], **request_kwargs}
+            body = {"messages": messages, "tools": [FIND], **asked}
             async with http.post(f"{base_url}/chat/completions", json=body) as reply:
                 said = (await reply.json())["choices"][0]["message"]
             messages.append(said)
-            asked = said.get("tool_calls") or []
-            for call in asked:
+            made = said.get("tool_calls") or []
+            for call in made:
                 found = find(metadata["table"], call["function"]["arguments"])
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": found})
-            calls += len(asked)
-            if not asked:
+            calls += len(made)
+            if not made:
                 break
     return {"reward": reward(said, metadata["label"]), "metadata": {"calls": calls}}
 

@@ -99,7 +99,8 @@ def _script(commands: Any) -> str:
 
 
 async def prepare(sb: Sandbox, task: Task) -> str:
-    """Have the repository ready; the commit that it is at.
+    """Have the repository ready; the tree (of git) of its files as they are then, of which images may have changed some
+    since the last commit. Its index stays as it is.
 
     Raises:
         SandboxError: a script failed, or there is no repository.
@@ -109,7 +110,11 @@ async def prepare(sb: Sandbox, task: Task) -> str:
     for number, script in enumerate((task.setup, f"set -e\n{before}" if before else "")):
         if script:
             await _run_script(sb, task, f"setup-{number}", script)
-    command = f"cd {shlex.quote(_at(sb, task))} && git rev-parse HEAD"
+    index = shlex.quote(place(sb, "/tmp/.slime.index"))
+    command = (
+        f'cd {shlex.quote(_at(sb, task))} && cp "$(git rev-parse --git-path index)" {index} && '
+        f"export GIT_INDEX_FILE={index} && git add -A && git write-tree"
+    )
     return (await sb.exec(command, user="agent", timeout=_GIT_S, check=True))[1].strip()
 
 
@@ -123,7 +128,7 @@ async def state(sb: Sandbox, task: Task) -> None:
 
 
 async def diff(sb: Sandbox, task: Task, base: str) -> bytes:
-    """What was changed since the commit ``base``, staged or committed or not, as a patch; not what git ignores.
+    """What was changed since the tree ``base``, staged or committed or not, as a patch; not what git ignores.
 
     Raises:
         SandboxError: git failed.

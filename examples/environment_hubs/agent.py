@@ -1,4 +1,5 @@
 """The agent of the training side: it lets the hub's server (`server.py`, at HUB_URL) play, and brings its reward.
+HUB_KEY is what opens that server.
 
 --custom-generate-function-path slime.agent.rollout.generate
 --custom-agent-function-path examples.environment_hubs.agent.run
@@ -21,5 +22,6 @@ async def run(base_url: str, prompt: Any, request_kwargs: dict[str, Any], metada
     """
     asked = {"base_url": base_url, "prompt": prompt, "request_kwargs": request_kwargs, "metadata": metadata}
     url = os.environ.get("HUB_URL", "http://127.0.0.1:8770/run")
-    played = await post(url, asked, max_retries=0)
+    key = {"Authorization": f"Bearer {os.environ.get('HUB_KEY', '')}"}
+    played = await post(url, asked, max_retries=0, headers=key, timeout=request_kwargs["timeout"])
     return {"reward": float(played["reward"]), "metadata": played.get("metadata") or {}}

@@ -4,7 +4,8 @@ What the hubs' packages need differs from what an engine needs (`openai`, Python
 the training side but the address of its session. This file and the modules ``with_*.py`` import nothing of slime but,
 for Harbor, its sandbox.
 
-    HUB_PYTHON examples/environment_hubs/server.py verifiers --port 8770   serve, after one line that says where
+    HUB_KEY=... HUB_PYTHON examples/environment_hubs/server.py verifiers --port 8770
+                                                                           serve, after one line that says where
     HUB_PYTHON examples/environment_hubs/server.py verifiers --tasks DIR   write tasks.jsonl and demonstrations.jsonl
 """
 
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hmac
 import importlib
 import json
+import os
 import random
 import socket
 import sys
@@ -63,9 +66,10 @@ def write_tasks(module: ModuleType, output: Path, seed: int) -> None:
         (output / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def make_app(module: ModuleType, concurrency: int = 16) -> Any:
+def make_app(module: ModuleType, key: str, concurrency: int = 16) -> Any:
     """``POST /run``, a call of the module's, at most so many at a time: environments have deadlines of their own, which
-    hundreds that begin at once would miss. What one raises is status 500, and its words the body."""
+    hundreds that begin at once would miss. What one raises is status 500, and its words the body. Whoever does not
+    bring the key as a bearer token gets 401: an episode runs programs, and talks to the address that it is given."""
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -74,6 +78,8 @@ def make_app(module: ModuleType, concurrency: int = 16) -> Any:
     places = asyncio.Semaphore(concurrency)
 
     async def run(request: Request) -> Response:
+        if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), f"Bearer {key}".encode()):
+            return PlainTextResponse("HUB_KEY of the training side is not the server's", status_code=401)
         asked: dict[str, Any] = await request.json()
         try:
             async with places:
@@ -89,12 +95,14 @@ def serve(module: ModuleType, host: str, port: int, concurrency: int) -> None:
     """Serve until a signal; one line says where, once it is so."""
     import uvicorn
 
+    if not (key := os.environ.get("HUB_KEY", "")):
+        sys.exit("environment_hubs: error: HUB_KEY is not set: a word that nobody guesses, here and on the other side")
     try:
         listening = socket.create_server((host, port))
     except OSError as error:
         sys.exit(f"environment_hubs: error: the server cannot listen on {host}:{port}: {error.strerror}")
     print(f"{module.__name__} listens on http://{host}:{listening.getsockname()[1]}/run", flush=True)
-    uvicorn.Server(uvicorn.Config(make_app(module, concurrency), log_level="warning")).run(sockets=[listening])
+    uvicorn.Server(uvicorn.Config(make_app(module, key, concurrency), log_level="warning")).run(sockets=[listening])
 
 
 def main() -> None:

@@ -124,9 +124,9 @@ class Jail(BaseEnvironment):
 class Shell(BaseAgent):
     """The model's answers are commands, until it says that it is done."""
 
-    def __init__(self, *args: Any, address: str, max_tokens: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, address: str, asked: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._address, self._max_tokens = address, max_tokens
+        self._address, self._asked = address, asked
 
     @staticmethod
     def name() -> str:
@@ -145,9 +145,7 @@ class Shell(BaseAgent):
         messages: list[Any] = [{"role": "user", "content": instruction.strip()}]
         async with openai.AsyncOpenAI(base_url=self._address, api_key="any", max_retries=0) as client:
             for _ in range(_TURNS):
-                reply = await client.chat.completions.create(
-                    model=str(self.model_name), messages=messages, max_tokens=self._max_tokens
-                )
+                reply = await client.chat.completions.create(messages=messages, **self._asked)
                 command = (reply.choices[0].message.content or "").strip()
                 if command == _DONE:
                     return
@@ -198,7 +196,8 @@ async def run(base_url: str, prompt: str, request_kwargs: dict[str, Any], metada
         import_path="with_harbor:Shell",
         model_name=request_kwargs["model"],
         skip_model_parsing=True,
-        kwargs={"address": base_url, "max_tokens": request_kwargs["max_tokens"]},
+        kwargs={"address": base_url, "asked": request_kwargs},
+        override_timeout_sec=request_kwargs["timeout"],  # the task's counts the time in which weights are pushed, too
     )
     with tempfile.TemporaryDirectory() as trials:
         config = TrialConfig(

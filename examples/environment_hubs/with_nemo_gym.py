@@ -95,7 +95,9 @@ async def run(base_url: str, prompt: Any, request_kwargs: dict[str, Any], metada
     before = [{"role": "user", "content": asked["input"]}] if isinstance(asked["input"], str) else asked["input"]
     async with (
         _resources() as resources,
-        openai.AsyncOpenAI(base_url=base_url, api_key="any", max_retries=0) as client,
+        openai.AsyncOpenAI(
+            base_url=base_url, api_key="any", max_retries=0, timeout=request_kwargs["timeout"]
+        ) as client,
     ):
         await _post(resources, "/seed_session", row)
         while True:

@@ -58,7 +58,8 @@ class Ask(vf.Harness[vf.HarnessConfig]):
     async def launch(self, ctx: vf.ModelContext, *args: Any, **kwargs: Any) -> vf.ProgramResult:
         """One turn at verifiers' interception."""
         _, _, endpoint, secret, _, data, *_ = args
-        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+        # No limit of its own: the interception's client, which waits for the answer, has the run's.
+        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None) as client:
             messages: Any = [{"role": "user", "content": data.prompt}]
             await client.chat.completions.create(model=ctx.model, messages=messages)
         return vf.ProgramResult(0, "", "")
@@ -92,7 +93,10 @@ async def run(base_url: str, prompt: str, request_kwargs: dict[str, Any], metada
     environment = _environment()  # an episode's own: it holds a client for the session's address
     (task,) = environment.taskset.include(idx=[metadata["task"]])
     sampling = vf.SamplingConfig(max_tokens=request_kwargs["max_tokens"])
-    client = vf.EvalClientConfig(base_url=base_url, api_key_var="SLIME_NO_KEY")  # the address has the key
+    limit = {"read": request_kwargs["timeout"]}
+    client = vf.EvalClientConfig(
+        base_url=base_url, api_key_var="SLIME_NO_KEY", timeout=limit
+    )  # the address has the key
     async with environment.serving():
         context = vf.ModelContext(model=request_kwargs["model"], client=client, sampling=sampling)
         episode = await environment.run_episode(task, context)

@@ -88,7 +88,7 @@ def make_agent(session: AgentSession) -> tuple[Any, list[SandboxError]]:
             failures.append(error)
             raise
 
-    client = {"base_url": session.base_url, "api_key": "any", "max_retries": 0, "timeout": None}
+    client = {"base_url": session.base_url, "api_key": "any", "max_retries": 0, "timeout": session.timeout}
     agent = strands.Agent(
         model=OpenAIModel(client_args=client, model_id="slime"),
         tools=[execute_python_code],

@@ -61,7 +61,7 @@ async def generate(
     response = None
     async with (
         open_session(args, sample, sampling_params) as session,
-        openai.AsyncOpenAI(base_url=session.base_url, api_key="any", max_retries=0, timeout=None) as client,
+        openai.AsyncOpenAI(base_url=session.base_url, api_key="any", max_retries=0, timeout=session.timeout) as client,
     ):
         try:
             response = await serve(client, env, task, args.max_turns or MAX_STEPS)

@@ -87,7 +87,13 @@ def run_app_in_thread(
     name = thread_name or f"aiohttp-{port}"
     thread = threading.Thread(target=_serve, args=(app, host, port, how, started), name=name, daemon=True)
     thread.start()
-    return started.result(_START_S)
+    try:
+        return started.result(_START_S)
+    except TimeoutError as error:
+        if not started.cancel():  # and what comes up later ends at once
+            raise
+        where = f"thread {name!r} at {host}:{port}"
+        raise TimeoutError(f"the server in {where} was not up within {_START_S:g} s: its host is busy?") from error
 
 
 def _serve(app: web.Application, host: str, port: int, how: Mapping[str, Any], started: Future[AppHandle]) -> None:

@@ -196,7 +196,8 @@ def _last(api: Api, reply: Reply, task: asyncio.Task[TurnReply]) -> list[Event]:
     try:
         return reply.end(task.result())
     except (Exception, asyncio.CancelledError) as error:
-        return [("error", api.error(*_told(error)))]
+        status, words = _told(error)
+        return reply.fail(status, api.error(status, words))
 
 
 async def _send(response: web.StreamResponse, events: list[Event]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,8 +14,25 @@ from slime.agent.rendering import TurnRenderer
 from slime.agent.trajectory import MessageNode, Trajectory, TurnRecord
 from slime.data.rows.messages import Messages
 
+logger = logging.getLogger(__name__)
+
 _PATHS = 8
 """Of which a session's memory has the prompts at hand: those of other turns are put together of the path's parts."""
+
+
+_MANY_PATHS = 32
+
+
+@functools.lru_cache(maxsize=1)
+def _warn_of_paths() -> None:
+    """Say once that a client makes each turn a path."""
+    logger.warning(
+        "a session has begun %d paths, and now one more in a conversation that has turns of the model, none of them "
+        "known: its client changes what was said before, such as the time of day in a first message. Each of its turns "
+        "is kept and trained with the whole conversation, in memory and time that grow with the square of the turns: "
+        "have the client leave what was said as it was, or bound its turns (--agent-max-turns)",
+        _MANY_PATHS,
+    )
 
 
 @dataclass(frozen=True)
@@ -103,6 +122,8 @@ class TokenMemory:
             self.counters.rendered_again += sum(len(node.output) for node in found[0].path)
         elif found is not None and found[0] is prompt.parent and found[1] < prompt.chain.answered[0][0]:
             self.counters.forks += 1  # what the model said since was not known again
+        if prompt.parent is None and prompt.chain.answered and len(self.trajectory.roots) >= _MANY_PATHS:
+            _warn_of_paths()
         key = prompt.chain.with_reply(reply)
         node = self.trajectory.add(turn, prompt.parent, key=key, reply=reply, metadata=metadata)
         self._prompts.pop(prompt.parent, None)

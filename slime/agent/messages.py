@@ -22,6 +22,9 @@ _ASSISTANT, _TOOL = "assistant", "tool"
 _THOUGHT_END = "</think>"
 _INTO_DIRECTORY = re.compile(r"^\s*cd\s+\S+\s*&&")
 _ESCAPES = re.compile(r"\\+")
+_PLACES = 2048
+"""Of messages that are remembered beside those of one conversation: a client that changes its first message with every
+turn would otherwise have all of its conversation remembered as often."""
 Key = bytes
 """Of a conversation, up to and with a message."""
 
@@ -49,16 +52,22 @@ class Chainer:
     def __init__(self) -> None:
         self._begun: dict[bytes, _Place] = {}
         """By tools."""
+        self._places = 0
 
     def chain(self, messages: Messages, tools: Any = None) -> Chain:
         """The keys of a conversation with these tools, in OpenAI's form."""
         tools = tools or []
+        if self._places > _PLACES + 2 * len(messages):
+            self._begun, self._places = {}, 0  # they are made again of what is sent
         if (place := self._begun.get(raw := _raw(tools))) is None:
             place = self._begun[raw] = _Place(_next(b"", _canonical(tools)))
         answered = []
         for end, message in enumerate(messages, 1):
             raw = _raw(message)
-            place = place.followed.get(raw) or place.follow(message, raw)
+            if (known := place.followed.get(raw)) is None:
+                known = place.follow(message, raw)
+                self._places += 1
+            place = known
             if place.is_answer:
                 answered.append((end, place.key))
         return Chain(tuple(reversed(answered)), place.open)
@@ -154,7 +163,8 @@ def _value(arguments: Any) -> Any:
     if not isinstance(value, dict):
         return value
     said = {name: _argument(each) for name, each in value.items()}
-    return {name: text for name, text in said.items() if text != "false"}  # which an option is that was not given
+    # Which an option is that was not given.
+    return {name: text for name, text in said.items() if text not in ("false", "null")}
 
 
 def _argument(value: Any) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from slime.agent.arguments import argument, read_json
 
 THINK, THOUGHT = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
@@ -171,8 +172,8 @@ def parsed(splitter: Splitter, read: Callable[[str], list[Call]]) -> ParsedModel
 
 def tagged_calls(text: str, tools: Iterable[Mapping[str, Any]] | None = None) -> list[Call]:
     """The calls in a text of `TAGS`, each a JSON object, or Qwen's or GLM's tags; ValueError where one cannot be read.
-    Values of tags are text; those that the tool's schema says are none are JSON, where they can be read as such."""
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools or ()}
+    What values of tags are, the tool's schema tells (`argument`)."""
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools or ()}
     calls = []
     for part in text.split(CALL)[1:]:
         body, end, _ = part.partition(CALL_END)
@@ -232,36 +233,16 @@ def parse_xml_tool_uses(body_text: str, tools_schema: Sequence[Mapping[str, Any]
 
 def _call(body: str, schemas: Mapping[str, Any]) -> Call:
     if body.startswith("{"):
-        value = _json(body)
+        value = read_json(body)
         name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
         if isinstance(arguments, str):
-            arguments = _json(arguments or "{}")
+            arguments = read_json(arguments or "{}")
     else:
         if match := _FUNCTION.fullmatch(body):
             name, pairs = match[1], _PARAMETER.findall(match[2])
         else:
             name, pairs = body.partition("<arg_key>")[0].strip(), _ARGUMENT.findall(body)
-        arguments = {key.strip(): _value(text, schemas.get(name, {}), key.strip()) for key, text in pairs}
+        arguments = {key.strip(): argument(text, schemas.get(name), key.strip()) for key, text in pairs}
     if not isinstance(name, str) or not re.fullmatch(r"[^\s<>]+", name) or not isinstance(arguments, dict):
         raise ValueError("a tool call has no name, or its arguments are no object")
     return {"name": name, "input": arguments}
-
-
-def _value(text: str, schema: Mapping[str, Any], key: str) -> Any:
-    described = (schema.get("properties") or {}).get(key)
-    if not isinstance(described, Mapping) or described.get("type") in (None, "string"):
-        return text
-    try:
-        return _json(text)
-    except ValueError:
-        return text
-
-
-def _json(text: str) -> Any:
-    """What JSON says; ValueError, too, for what no client could read of it: NaN, numbers without end, deep nesting."""
-    try:
-        value = json.loads(text)
-        json.dumps(value, allow_nan=False)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    return value

@@ -25,12 +25,12 @@ from slime.agent.rendering import TurnRenderer
 from slime.agent.session import Budget, Session
 from slime.data import Sample, Status
 from slime.data.rows.tokenizer import load_tokenizer
+from slime.options.checks.agents import gateway_host
 from slime.options.serving.agents import GENERATE
 from slime.rollout.engine.state import is_ending
 from slime.rollout.runtime import current
 from slime.rollout.user.hooks import accepted, call_hook
 from slime.utils.errors import SlimeError
-from slime.utils.http_utils import host_ip, is_own_address
 from slime.utils.misc import load_function
 
 _FLAG = "--custom-agent-function-path"
@@ -50,10 +50,12 @@ class AgentSession:
         url: the gateway's, without a path: for Anthropic's client, with ``key``.
         base_url: for OpenAI's, whose key may be anything.
         key: what opens the session.
+        timeout: seconds that a client is to wait for an answer: ``--rollout-timeout``, as a turn may wait for a place,
+            for weights that are pushed and for other engines, each within the run's own deadlines.
     """
 
-    def __init__(self, session: Session, url: str, key: str, engine: InRollout) -> None:
-        self.url, self.key, self.base_url = url, key, f"{url}/sessions/{key}/v1"
+    def __init__(self, session: Session, url: str, key: str, engine: InRollout, timeout: float) -> None:
+        self.url, self.key, self.base_url, self.timeout = url, key, f"{url}/sessions/{key}/v1", timeout
         self._session, self._engine = session, engine
 
     @property
@@ -87,7 +89,7 @@ async def open_session(
     gateway, handle = await asyncio.to_thread(_gateway, args)
     key = gateway.open_session(session)
     try:
-        yield AgentSession(session, handle.url, key, engine)
+        yield AgentSession(session, handle.url, key, engine, args.rollout_timeout)
     finally:
         closing = asyncio.run_coroutine_threadsafe(gateway.close_session(key, _CLOSE_S), handle.loop)
         await asyncio.wrap_future(closing)
@@ -103,7 +105,7 @@ async def generate(
         raise AgentError(f"{GENERATE} needs {_FLAG}")
     function = load_function(path, flag=_FLAG, default_names=("run", "agent"))
     room = sampling_params["max_new_tokens"]
-    asked = {"model": _MODEL} | ({} if room is None else {"max_tokens": room})
+    asked = {"model": _MODEL, "timeout": args.rollout_timeout} | ({} if room is None else {"max_tokens": room})
     metadata = {"label": sample.label, **sample.metadata}
     async with open_session(args, sample, sampling_params) as session:
         known = accepted(function, sample=sample, session=session, evaluation=evaluation)
@@ -160,8 +162,6 @@ def _gateway(args: Namespace) -> tuple[Gateway, AppHandle]:
         found = runtime.services.get("agent gateway")
         if found is None:
             gateway = Gateway()
-            router = args.sglang_router_ip
-            host = args.agent_host or (router if is_own_address(router) else host_ip())
-            handle = run_app_in_thread(gateway.app(), host, args.agent_port)
+            handle = run_app_in_thread(gateway.app(), gateway_host(args), args.agent_port)
             found = runtime.services["agent gateway"] = gateway, handle
         return found

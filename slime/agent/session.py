@@ -139,15 +139,17 @@ class Session:
         params: Mapping[str, Any] | None = None,
         clients: Collection[str] = CLIENTS,
         budget: Budget = Budget(),
+        on_turn: Callable[[TurnRequest, dict[str, Any], TurnRecord], None] | None = None,
     ) -> None:
         """``parser`` is that of tool calls, by SGLang's name or `TAGS`; ``params`` are SGLang's sampling parameters, of
-        which the client may set those that ``clients`` names, and ask for fewer than ``max_new_tokens``."""
+        which the client may set those that ``clients`` names, and ask for fewer than ``max_new_tokens``; ``on_turn`` is
+        told of each turn what was asked, the message that answers it, and its tokens."""
         self.memory = TokenMemory(renderer)
         self._engine, self._parser, self._budget = engine, parser, budget
         self._params = dict(params or {})
         if self._params.get("max_new_tokens") is None:
             self._params["max_new_tokens"] = budget.context or _MAX_NEW_TOKENS
-        self._clients = frozenset(clients)
+        self._clients, self._on_turn = frozenset(clients), on_turn
         self._opened, self._tokens, self._begun = time.monotonic(), 0, 0
         self._turns: set[asyncio.Task[Any]] = set()
         self.closed = False
@@ -216,8 +218,11 @@ class Session:
     def _reply(
         self, prompt: Prompt, request: TurnRequest, made: Generated, message: dict[str, Any], ill_formed: bool = False
     ) -> TurnReply:
-        record = (prompt.ids, list(made.ids), made.finish_reason, list(made.log_probs), ill_formed, made.segments)
-        self.memory.record(prompt, TurnRecord(*record, meta_info=made.meta_info, routes=made.routes), message)
+        fields = (prompt.ids, list(made.ids), made.finish_reason, list(made.log_probs), ill_formed, made.segments)
+        record = TurnRecord(*fields, meta_info=made.meta_info, routes=made.routes)
+        self.memory.record(prompt, record, message)
+        if self._on_turn is not None:
+            self._on_turn(request, message, record)
         finish = "length" if made.finish_reason == "length" else "tool_calls" if message.get("tool_calls") else "stop"
         cached = int(made.meta_info.get("cached_tokens") or 0)
         return TurnReply(message, finish, len(prompt.ids), len(made.ids), cached)

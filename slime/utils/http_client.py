@@ -167,6 +167,7 @@ class Http:
         *,
         headers: Mapping[str, str] | None = None,
         retries: int,
+        timeout: float | None = None,
         dumps: Callable[[Any], bytes] = lambda payload: json.dumps(payload).encode(),
         loads: Callable[[str], Any] = json.loads,
         read: Callable[[aiohttp.ClientResponse], Awaitable[str]] = aiohttp.ClientResponse.text,
@@ -174,8 +175,8 @@ class Http:
     ) -> Any:
         """Send one request by the event loop's session, through a ``proxy`` if one is given, again with growing pauses
         where another try may succeed; the reply, parsed by ``loads`` where that raises no ValueError, else its text.
-        ``dumps`` makes JSON of a payload; None sends no body. ``read`` takes the reply's. RequestError names the URL,
-        what came back and how often it was tried.
+        ``dumps`` makes JSON of a payload; None sends no body. ``read`` takes the reply's. ``timeout``, in seconds,
+        is instead of the session's. RequestError names the URL, what came back and how often it was tried.
 
         Tried again are connections that were refused or that broke off, be it in the middle of the reply, the statuses
         of `RETRIED_STATUSES`, what the router answers when the engine that had the request has died, and a request
@@ -186,6 +187,8 @@ class Http:
         are no HTTP.
         """
         session, pause = await self._session(), _FIRST_BACKOFF_S
+        limit = self._timeout if timeout is None else timeout
+        wait = aiohttp.ClientTimeout(total=limit)
         origin = origin_of(url)
         with self._lock:
             self._sent[origin] += 1
@@ -195,14 +198,15 @@ class Http:
             status: int | None = None
             body = None if payload is None else JsonBytesPayload(payload, dumps)
             try:
-                async with session.request(method, url, data=body, headers=headers, proxy=proxy) as reply:
+                async with session.request(method, url, data=body, headers=headers, proxy=proxy, timeout=wait) as reply:
                     status, text = reply.status, await read(reply)
                 if status < 400:
                     return _parse(text, loads)
                 problem, cause = f"status {status}: {text[:_BODY_IN_ERROR]}", f"status_{status}"
                 worth_retrying = status in RETRIED_STATUSES or (status == 500 and _error_code(text) in _LOST_ENGINE)
             except TimeoutError as error:
-                await self._examined(f"{method} {url}: no reply within {self._timeout:g} s", url, error)
+                flag = self._flag if timeout is None else ""
+                await self._examined(f"{method} {url}: no reply within {limit:g} s", url, error, flag)
                 problem, worth_retrying, cause = "no reply of an engine that hangs", True, "hung_engine"
             except (*_RETRIED_ERRORS, aiohttp.ClientError) as error:
                 problem, worth_retrying = f"{type(error).__name__}: {error}", isinstance(error, _RETRIED_ERRORS)
@@ -219,16 +223,23 @@ class Http:
             pause = min(pause * 2, _LONGEST_BACKOFF_S)
         raise AssertionError("unreachable")
 
-    async def _examined(self, problem: str, url: str, timeout: TimeoutError) -> None:
+    async def _examined(self, problem: str, url: str, timeout: TimeoutError, flag: str) -> None:
         """Return where the request is worth another try, since a server that may have had it hangs; else raise."""
         examine = self._examiners.get(origin_of(url))
         if examine is None:
-            raise RequestError(f"{problem}{self._flag}") from timeout
+            raise RequestError(f"{problem}{flag}") from timeout
         if (explanation := await examine(problem)) is not None:
-            raise NoReplyError(f"{problem}; {explanation}{self._flag}") from timeout
+            raise NoReplyError(f"{problem}; {explanation}{flag}") from timeout
 
     async def request(
-        self, method: str, url: str, payload: Any, *, retries: int, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        url: str,
+        payload: Any,
+        *,
+        retries: int,
+        headers: Mapping[str, str] | None = None,
+        timeout: float | None = None,
     ) -> Any:
         """One request with our key, as `post`, which see."""
         place = self._places.get(origin_of(url), nullcontext) if method == "POST" else nullcontext
@@ -240,7 +251,8 @@ class Http:
             if is_own and isinstance(payload, dict):
                 payload = carried(payload)
             both = {**self.authorization(url), **(headers or {})}
-            return await self.send(method, url, payload, headers=both, retries=retries, proxy=proxy)
+            how: dict[str, Any] = {"headers": both, "retries": retries, "timeout": timeout, "proxy": proxy}
+            return await self.send(method, url, payload, **how)
 
     async def close(self) -> None:
         """Close the running event loop's connections; for one whose peer reads nothing 10 s are waited at most."""

@@ -74,20 +74,23 @@ async def post(
     max_retries: int = 60,
     action: str = "post",
     headers: Mapping[str, str] | None = None,
+    timeout: float | None = None,
 ) -> Any:
     """Send ``payload``, anything JSON can hold, and return the parsed reply; the key of our own servers is added,
     unless ``headers`` have an ``Authorization``.
 
-    It goes through the proxy that the environment names for the URL, to a run's own servers never. To a run's router it
-    waits for a place among the requests that ``--sglang-server-concurrency`` allows. ``--request-timeout`` is how long
-    each try may take; after a lost connection or a status of `http_client.RETRIED_STATUSES` there are up to
-    ``max_retries`` more (`Http.send` says what the server may then do twice). ``action`` is the HTTP method, in lower
-    case as upstream's hooks write it; a payload of None sends no body. RequestError where the request failed for good.
+    It goes through the proxy that the environment names for the URL, to a run's own servers never. To a run's
+    router it waits for a place among the requests that ``--sglang-server-concurrency`` allows. ``timeout``
+    (seconds; by default ``--request-timeout``) is how long each try may take; after a lost connection or a status
+    of `http_client.RETRIED_STATUSES` there are up to ``max_retries`` more (`Http.send` says what the server may
+    then do twice). ``action`` is the HTTP method, in lower case as upstream's hooks write it; a payload of None
+    sends no body. RequestError where the request failed for good.
     """
     known = current_http()
     http = known or Http()
     try:
-        return await http.request(action.upper(), url, payload, retries=max_retries, headers=headers)
+        method = action.upper()
+        return await http.request(method, url, payload, retries=max_retries, headers=headers, timeout=timeout)
     finally:
         if known is None:
             await http.close()

@@ -256,7 +256,7 @@ def test_search_r1_learns_to_search(tmp_path: Path, port: int) -> None:
 @pytest.mark.full
 def test_retool_learns_to_use_python(tmp_path: Path) -> None:
     samples = run_example("retool", tmp_path / "out")
-    assert_learns(tmp_path / "out" / "grpo", "retool", 0.15)
+    assert_learns(tmp_path / "out" / "grpo", "retool", 0.2)
     assert sum(sample.metadata["tool_calls"] > 0 for sample in samples) > 0.8 * len(samples)
 
 
@@ -325,8 +325,8 @@ def test_older_weights_are_corrected_for(tmp_path: Path) -> None:
     assert max(series(run_dir, "rollout/weight_staleness_max")) == 1
     weights = series(run_dir, "train/mis_is_ratio_max_final")
     assert weights[0] == pytest.approx(1, abs=1e-4), "no step has been made that the engine does not know"
-    assert 1.01 < max(weights) <= 2
-    assert min(series(run_dir, "train/mis_is_ratio_min_final")) < 0.99
+    assert 1.05 < max(weights) <= 2
+    assert min(series(run_dir, "train/mis_is_ratio_min_final")) < 0.95
 
 
 @pytest.mark.full

@@ -169,6 +169,14 @@ def test_every_interface_is_no_address() -> None:
         run_app_in_thread(web.Application(), host="0.0.0.0", port=0)
 
 
+def test_a_server_that_does_not_come_up_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = web.Application()
+    app.on_startup.append(lambda app: asyncio.sleep(60))
+    monkeypatch.setattr("slime.agent.aiohttp_threaded._START_S", 0.05)
+    with pytest.raises(TimeoutError, match=r"'mine' at 127\.0\.0\.1:0 was not up within 0\.05 s"):
+        run_app_in_thread(app, host="127.0.0.1", port=0, thread_name="mine")
+
+
 # ---- from end to end: a harness runs an agent's program in a sandbox, which asks an adapter, which asks the engine
 
 

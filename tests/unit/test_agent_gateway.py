@@ -20,7 +20,7 @@ from slime.agent.adapters.api import warn_left_out
 from slime.agent.gateway import Gateway
 from slime.agent.rendering import TurnRenderer
 from slime.agent.rollout import AgentError, generate
-from slime.agent.session import Budget, Generated, Session, SessionError
+from slime.agent.session import Budget, Generated, Session
 from slime.data import Sample
 from tests import chat_templates
 
@@ -320,17 +320,13 @@ def test_codexs_tools_that_are_no_functions_are_left_out(
     renderer: TurnRenderer, caplog: pytest.LogCaptureFixture
 ) -> None:
     warn_left_out.cache_clear()
-    others = [{"type": "web_search"}, {"type": "namespace", "name": "multi_agent_v1", "tools": []}]
+    others = [{"type": "web_search"}, {"type": "image_generation"}]
     tools = [{"type": "function", **FUNCTION}, *others]
     for _ in range(2):
         text = asked_text(renderer, "responses", {"input": "?", "tools": tools, "store": False, "include": ["x"]})
         assert '"ls"' in text
         assert "web_search" not in text
-        assert "multi_agent_v1" not in text
-    assert [kind for kind in ("web_search", "namespace") if caplog.text.count(f"tool of type '{kind}'") == 1] == [
-        "web_search",
-        "namespace",
-    ]
+    assert [caplog.text.count(f"tool of type {tool['type']!r}") for tool in others] == [1, 1]
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "c2VjcmV0"}}
@@ -406,94 +402,6 @@ def test_where_the_context_is_full_an_answer_is_empty_and_cut(renderer: TurnRend
 
         of_openai(made, use)
         assert len(engine.asked) == bool(room)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_has_had_no_turn(renderer: TurnRenderer, stream: bool) -> None:
-    made, engine = session(renderer, "a" * 50, "b")
-    begun = asyncio.Event()
-
-    async def pause() -> None:
-        begun.set()
-        await asyncio.sleep(0.05)
-
-    async def use(url: str, key: str) -> None:
-        engine.pause = pause
-        headers = {"Authorization": f"Bearer {key}"}
-        async with aiohttp.ClientSession() as client:
-            body = {"messages": ASK, "stream": stream}
-            asking = asyncio.create_task(client.post(f"{url}/v1/chat/completions", json=body, headers=headers))
-            await asyncio.wait_for(begun.wait(), 60)
-            if stream:
-                (await asking).close()
-            asking.cancel()
-        for _ in range(200):
-            if engine.cancelled:
-                break
-            await asyncio.sleep(0.05)
-        engine.pause = lambda: asyncio.sleep(0)
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
-            reply = await client.chat.completions.create(model="m", messages=ASK)
-            assert reply.choices[0].message.content == "b"
-
-    asyncio.run(served(made, use))
-    assert engine.cancelled == 1
-    assert made.memory.counters.turns == 1
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_fails_is_told_in_the_apis_form(renderer: TurnRenderer, stream: bool) -> None:
-    made, engine = session(renderer, "ab", "ab")
-    failed = 0
-
-    async def pause() -> None:
-        nonlocal failed
-        failed += 1
-        if failed % 2 == 0:
-            raise SessionError(503, "the rollout has enough samples")
-
-    engine.pause = pause
-
-    async def use(client: anthropic.AsyncAnthropic) -> None:
-        how: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": ASK}
-
-        async def ask() -> None:
-            if not stream:
-                await client.messages.create(**how)
-            async with client.messages.stream(**how) as events:
-                await events.get_final_message()
-
-        with pytest.raises(anthropic.APIStatusError, match="the rollout has enough samples"):
-            await ask()
-
-    of_anthropic(made, use)
-    assert made.memory.counters.turns == 0
-
-
-def test_a_closed_session_ends_its_turns_and_takes_no_more(renderer: TurnRenderer) -> None:
-    made, engine = session(renderer, "a" * 50)
-    gateway = Gateway()
-    begun = asyncio.Event()
-
-    async def pause() -> None:
-        begun.set()
-        await asyncio.sleep(60)
-
-    engine.pause = pause
-
-    async def use(url: str, key: str) -> None:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
-            asking = asyncio.create_task(client.chat.completions.create(model="m", messages=ASK))
-            await asyncio.wait_for(begun.wait(), 60)
-            assert await gateway.close_session(key, wait=0.05) is made
-            with pytest.raises(openai.APIError):
-                await asyncio.wait_for(asking, 60)
-            with pytest.raises(openai.AuthenticationError):
-                await client.chat.completions.create(model="m", messages=ASK)
-            assert await gateway.close_session(key) is None
-
-    asyncio.run(served(made, use, gateway))
-    assert engine.cancelled == 1
 
 
 def test_calls_of_another_form_are_read_by_the_engine(renderer: TurnRenderer) -> None:

@@ -105,6 +105,7 @@ def test_another_turn_is_another(other: dict[str, Any]) -> None:
         ({"content": "def f():  \n    return 1\t\n"}, {"content": "def f():\n    return 1\n"}),
         ({"old_string": "a"}, {"replace_all": False, "old_string": "a"}),
         ({"replace_all": "false", "old_string": "a"}, {"replace_all": False, "old_string": "a"}),
+        ({"limit": None, "old_string": "a"}, {"old_string": "a"}),
     ],
 )
 def test_a_call_is_known_that_claude_code_sends_otherwise_than_it_was_made(

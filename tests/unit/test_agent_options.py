@@ -62,7 +62,11 @@ def test_what_cannot_be_is_one_line(flags: Flags, message: str, fails: Fails) ->
     assert message in fails(*flags)
 
 
-@pytest.mark.parametrize("host", ["", " --agent-host 127.0.0.1"])
-def test_a_port_that_somebody_has_is_named(host: str, taken_port: int, fails: Fails, parse: Parse) -> None:
-    line = f"--agent-port {taken_port}: Address already in use; name another, or 0 for any"
-    assert line in fails(f"{AGENT} --agent-port {taken_port}{host}")
+@pytest.mark.parametrize(
+    "where", ["--agent-host 127.0.0.1", "--no-api-keys", "--sglang-router-ip 127.0.0.1 --sglang-router-port 9"]
+)
+def test_a_port_that_somebody_has_is_named(where: str, taken_port: int, fails: Fails, parse: Parse) -> None:
+    """Where the gateway would listen, that is: another address of this host has ports of its own."""
+    line = f"--agent-port {taken_port} at 127.0.0.1: Address already in use; name another, or 0 for any"
+    assert line in fails(f"{AGENT} --agent-port {taken_port} {where}")
+    assert parse(f"{AGENT} --agent-port {taken_port} --agent-host 127.0.0.2").agent_port == taken_port

@@ -75,6 +75,68 @@ def test_calls_are_read_in_each_form(text: str, calls: list[Any]) -> None:
     assert tagged_calls(text, TOOLS) == calls
 
 
+NULLABLE: dict[str, Any] = {"type": ["string", "null"]}
+DEFINED = {"$defs": {"Point": {"type": "object"}, "Name": {"type": "string"}, "Loop": {"$ref": "#/$defs/Loop"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        (NULLABLE, "123", "123"),
+        (NULLABLE, "null", None),
+        (NULLABLE, "None", "None"),
+        ({"type": "string"}, "null", "null"),
+        ({"type": "string", "nullable": True}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "123", "123"),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "123", "123"),
+        ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, "123", 123),
+        ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, "None", None),
+        ({"anyOf": [{"type": "integer"}, {"description": "anything"}]}, "123", "123"),
+        ({"allOf": [{"type": ["string", "integer"]}, {"type": "integer"}]}, "123", 123),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"type": "integer", "enum": [1, 2]}, "1", 1),
+        ({"enum": ["a", None]}, "null", None),
+        ({"const": "1"}, "1", "1"),
+        ({"const": 1}, "1", 1),
+        ({"$ref": "#/$defs/Point"}, '{"x": "1"}', {"x": "1"}),
+        ({"$ref": "#/$defs/Name"}, "123", "123"),
+        ({"allOf": [{"$ref": "#/$defs/Point"}], "description": "d"}, "{}", {}),
+        ({"$ref": "#/$defs/Loop"}, "123", "123"),
+        ({"$ref": "#/$defs/none"}, "123", "123"),
+        ({"$ref": "http://elsewhere"}, "123", "123"),
+        ({"type": "array", "items": {"type": "string"}}, '["1", 2]', ["1", 2]),
+        ({"type": "array"}, "a, b", "a, b"),
+        ({"type": ["object", "string"]}, '{"a": 1}', '{"a": 1}'),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "false", False),
+        ({"type": "boolean"}, "1", 1),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"description": "d"}, "123", "123"),
+        (True, "123", "123"),
+        (None, "123", "123"),
+    ],
+)
+def test_a_value_between_tags_is_text_unless_its_schema_says_that_it_cannot_be(
+    schema: Any, text: str, value: Any
+) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}} | DEFINED
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    for call in (
+        f"<tool_call><function=f><parameter=a>\n{text}\n</parameter></function></tool_call>",
+        f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>",
+    ):
+        (found,) = tagged_calls(call, tools)
+        assert (found["input"]["a"], type(found["input"]["a"])) == (value, type(value))
+
+
+@pytest.mark.parametrize("parameters", [None, {}, [], {"properties": None}, {"properties": ["a"]}])
+def test_an_argument_of_a_tool_without_a_schema_is_text(parameters: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    text = "<tool_call>f<arg_key>a</arg_key><arg_value>123</arg_value></tool_call>"
+    assert tagged_calls(text, tools) == [{"name": "f", "input": {"a": "123"}}]
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -16,8 +16,9 @@ from slime.data import Sample
 from slime.data.rows.conversation import ConversationEncoder
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sampling import train_sampling_params
+from slime.utils.user_functions import HookError
 from tests.fake_client import FakeClient
-from tests.scripted_turns import Args, Scripted, Use, turn_by_turn
+from tests.scripted_turns import Args, Scripted, Use, held_up, turn_by_turn
 from tools.make_tiny_model import TOOL_CHAT_TEMPLATE
 
 NUM_GPUS = 0
@@ -63,6 +64,14 @@ def test_what_an_agent_must_not_return_is_one_line(
     with pytest.raises(AgentError) as refused:
         session(args, use, f"42{END}")
     assert str(refused.value) == f"--custom-agent-function-path {tmp_path}/own.py:run: {words}"
+
+
+def test_an_answer_is_waited_for_as_long_as_the_run_gives_it(
+    args: Namespace, use: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_up(monkeypatch, args)
+    with pytest.raises(HookError, match=r"agent_tool_use\.agent\.run.*TimeoutError"):
+        session(args, use)
 
 
 @pytest.mark.parametrize(

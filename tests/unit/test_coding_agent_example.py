@@ -228,6 +228,35 @@ def test_a_patch_beside_text_of_another_encoding() -> None:
     assert asyncio.run(judged()).solved
 
 
+@pytest.mark.parametrize("edit", ["", "git add -A && ", "git add -A && git commit -q -m mine && "])
+def test_what_the_image_has_changed_is_no_part_of_a_patch(edit: str) -> None:
+    setup = (
+        "git init -q && git config user.email a@b.c && git config user.name a && echo one > a && git add a && "
+        "git commit -q -m one && echo image >> a && echo lock > lock"
+    )
+    task = swe.Task("", "/workspace/image", "", setup=setup, eval_cmd="grep -q two a && grep -q image a && test -f new")
+
+    async def worked() -> tuple[bytes, bytes]:
+        async with LocalSandbox(jail=kind() == "local") as sandbox:
+            base = await swe.prepare(sandbox, task)
+            nothing = await swe.diff(sandbox, task, base)
+            change = f"cd {sandbox.root}/workspace/image && echo two >> a && echo new > new && {edit}true"
+            await sandbox.exec(change, user="agent", check=True)
+            return nothing, await swe.diff(sandbox, task, base)
+
+    async def judged() -> swe.Grade:
+        nothing, patch = await worked()
+        assert nothing == b""
+        assert b"+two" in patch
+        assert b"+image" not in patch
+        assert b"lock" not in patch
+        async with LocalSandbox(jail=kind() == "local") as sandbox:
+            return await swe.grade(sandbox, task, patch, 20.0)
+
+    grade = asyncio.run(judged())
+    assert grade.solved, grade.told
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

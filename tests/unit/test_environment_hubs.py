@@ -38,7 +38,7 @@ from tools.make_tiny_model import CHAT_TEMPLATE
 __all__ = ["pids"]  # a fixture
 NUM_GPUS = 0
 PARTS = ("train", "server")
-ASKED: dict[str, Any] = {"model": "slime", "max_tokens": 24}
+ASKED: dict[str, Any] = {"model": "slime", "max_tokens": 24, "timeout": 60.0}
 SERVER = Path(server.__file__)
 
 
@@ -56,7 +56,7 @@ def fake(episode: Callable[..., Awaitable[Any]]) -> ModuleType:
 async def play(module: ModuleType, base_url: str, metadata: dict[str, Any]) -> Any:
     """What the agent brings from a server of this module."""
     listening = socket.create_server(("127.0.0.1", 0))
-    serving = uvicorn.Server(uvicorn.Config(server.make_app(module), log_level="warning"))
+    serving = uvicorn.Server(uvicorn.Config(server.make_app(module, "hub-key"), log_level="warning"))
     task = asyncio.create_task(serving.serve(sockets=[listening]))
     os.environ["HUB_URL"] = f"http://127.0.0.1:{listening.getsockname()[1]}/run"
     try:
@@ -69,6 +69,7 @@ async def play(module: ModuleType, base_url: str, metadata: dict[str, Any]) -> A
 @pytest.fixture(autouse=True)
 def hub_url(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HUB_URL", "")
+    monkeypatch.setenv("HUB_KEY", "hub-key")
 
 
 def trained(made: Session) -> str:
@@ -121,12 +122,34 @@ def test_so_many_episodes_are_played_at_a_time() -> None:
         return {"reward": 0}
 
     async def run() -> list[httpx.Response]:
-        application = httpx.ASGITransport(server.make_app(fake(episode), 3))
-        async with httpx.AsyncClient(transport=application, base_url="http://hub") as client:
+        application, key = httpx.ASGITransport(server.make_app(fake(episode), "k", 3)), {"Authorization": "Bearer k"}
+        async with httpx.AsyncClient(transport=application, base_url="http://hub", headers=key) as client:
             return await asyncio.gather(*(client.post("/run", json={}) for _ in range(10)))
 
     assert [reply.json() for reply in asyncio.run(run())] == [{"reward": 0}] * 10
     assert most == 3
+
+
+def test_who_has_no_key_has_no_episode_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def episode(**asked: Any) -> Any:
+        raise AssertionError("it was played")
+
+    for key in ("", "hub-ke", "hub-k\u00e9y"):
+        monkeypatch.setenv("HUB_KEY", key)
+        with pytest.raises(RequestError, match="status 401: HUB_KEY of the training side is not the server's"):
+            asyncio.run(play(fake(episode), "http://nowhere", {}))
+    monkeypatch.delenv("HUB_KEY")
+    with pytest.raises(SystemExit, match="HUB_KEY is not set"):
+        server.serve(ModuleType("with_fake"), "127.0.0.1", 0, 1)
+
+
+def test_an_episode_has_the_runs_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def episode(**asked: Any) -> Any:
+        await asyncio.sleep(0.5)
+
+    monkeypatch.setitem(ASKED, "timeout", 0.1)
+    with pytest.raises(RequestError, match=r"no reply within 0\.1 s$"):
+        asyncio.run(play(fake(episode), "http://nowhere", {}))
 
 
 def test_an_episode_whose_answer_is_lost_is_not_begun_again_in_its_session() -> None:
@@ -268,7 +291,11 @@ def test_the_hubs_server_ends_with_the_run(pids: Path) -> None:
     wait_for(lambda: not any(is_alive(int((pids / part).read_text())) for part in PARTS), "the end")
 
 
-def test_a_run_says_which_hubs_there_are() -> None:
-    ended = subprocess.run(["bash", str(SERVER.with_name("run.sh"))], capture_output=True, text=True, timeout=60)
-    assert ended.returncode != 0
-    assert "which hub: verifiers, openenv, nemo_gym or harbor" in ended.stderr
+@pytest.mark.parametrize("given", [[], ["gym"]])
+def test_a_run_says_which_hubs_there_are(tmp_path: Path, given: list[str]) -> None:
+    """Before it makes anything."""
+    environment = os.environ | {"OUTPUT_DIR": str(tmp_path / "out"), "PYTHON": "/nowhere"}
+    command = ["bash", str(SERVER.with_name("run.sh")), *given]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    words = f"environment_hubs: error: which hub: verifiers, openenv, nemo_gym or harbor; not '{''.join(given)}'\n"
+    assert (ended.returncode, ended.stderr) == (2, words)

@@ -111,6 +111,7 @@ def test_claude_code(each_inside: Callable[..., None], monkeypatch: pytest.Monke
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "DISABLE_AUTOUPDATER": "1",
+            "API_TIMEOUT_MS": "60000",
         }
         assert expected.items() <= found["env"].items()
         for path in (".claude.json", ".claude/settings.json"):
@@ -128,6 +129,7 @@ def test_codex(inside: Callable[..., None], monkeypatch: pytest.MonkeyPatch, api
     async def use(sandbox: LocalSandbox) -> None:
         code, found = await noted(sandbox, CODEX, "codex")
         flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--json"]
+        flags += ["-c", "model_providers.slime.stream_idle_timeout_ms=60000"]
         assert (code, found["argv"]) == (0, ["exec", *flags, PROMPT, "-c", 'model_reasoning_effort="low"'])
         expected = {"OPENAI_API_KEY": "session-1", "OPENAI_BASE_URL": "http://gateway:18001/v1"}
         assert expected.items() <= found["env"].items()
@@ -145,7 +147,8 @@ def test_mini_swe_agent(inside: Callable[..., None]) -> None:
         code, found = await noted(sandbox, MINI_SWE, "mini")
         home = f"{sandbox.root}/home/agent"
         log = f"{sandbox.root}/workspace/repo of mine/.harness/mini-swe.traj.json"
-        files = ["-c", "mini.yaml", "-c", f"{home}/mini-swe.yaml", "-o", log]
+        limit = "model.model_kwargs.timeout=60"
+        files = ["-c", "mini.yaml", "-c", f"{home}/mini-swe.yaml", "-c", limit, "-o", log]
         assert (code, found["argv"]) == (0, ["-y", "--exit-immediately", *files, "-t", PROMPT])
         expected = {"OPENAI_API_KEY": "session-1", "OPENAI_API_BASE": "http://gateway:18001/v1"}
         assert (expected | {"MSWEA_CONFIGURED": "true"}).items() <= found["env"].items()

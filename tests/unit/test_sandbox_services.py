@@ -28,6 +28,7 @@ from slime.agent.sandbox import (
     make_sandbox,
 )
 from slime.agent.sandbox.service import ServiceSandbox, by_bash
+from slime.utils.errors import BadInputError
 
 NUM_GPUS = 0
 
@@ -577,6 +578,18 @@ def test_choosing(kind: str, made: type, monkeypatch: pytest.MonkeyPatch) -> Non
     assert type(make_sandbox("image", kind=kind)) is made
     monkeypatch.setenv("SLIME_AGENT_SANDBOX", kind or "local")
     assert type(make_sandbox("image", reach="http://127.0.0.1:80")) is made
+
+
+@pytest.mark.parametrize("variable", ["SLIME_AGENT_SANDBOX", "SLIME_AGENT_SANDBOX_BACKEND"])
+def test_choosing_a_class_of_ones_own(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_boxes.py").write_text("class Box:\n    def __init__(self, image):\n        self.image = image\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv(variable, "own_boxes.Box")
+    made: Any = make_sandbox("registry/swe:1")
+    assert (type(made).__name__, made.image) == ("Box", "registry/swe:1")
+    monkeypatch.setenv(variable, "own_boxes.Bax")
+    with pytest.raises(BadInputError, match=r"SLIME_AGENT_SANDBOX own_boxes\.Bax: .*Box"):
+        make_sandbox("registry/swe:1")
 
 
 def test_choosing_wrongly() -> None:

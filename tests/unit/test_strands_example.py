@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from slime.agent.sandbox import SandboxError
@@ -22,7 +23,7 @@ from slime.rollout.sampling import train_sampling_params
 from slime.utils.errors import BadInputError
 from slime.utils.misc import load_function
 from tests import fake_strands
-from tests.scripted_turns import Args, Scripted, Use, end_of_rollout, turn_by_turn
+from tests.scripted_turns import Args, Scripted, Use, end_of_rollout, held_up, turn_by_turn
 from tools.make_tiny_model import TOOL_CHAT_TEMPLATE
 
 NUM_GPUS = 0
@@ -101,6 +102,14 @@ def test_what_the_model_says_is_trained_and_what_the_tool_says_is_not(
     ]
     assert sample.metadata["tool_iterations"] == sum("<tool_call>" in turn for turn in turns)
     assert sample.metadata["agent"]["forks"] == 0
+
+
+def test_an_answer_is_waited_for_as_long_as_the_run_gives_it(
+    example: Any, args: Namespace, use: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_up(monkeypatch, args)
+    with pytest.raises(openai.APITimeoutError):
+        answered(example, args, use)
 
 
 def test_a_sandbox_that_fails_is_no_failure_of_the_models(example: Any, args: Namespace, use: Use) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import openai
 import pytest
 
 from slime.data import Sample, Status
@@ -19,7 +20,7 @@ from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sampling import train_sampling_params
 from slime.utils.misc import load_function
 from tests.fake_client import FakeClient
-from tests.scripted_turns import Args, Scripted, Use, end_of_rollout, turn_by_turn
+from tests.scripted_turns import Args, Scripted, Use, end_of_rollout, held_up, turn_by_turn
 from tools.make_tiny_model import TOOL_CHAT_TEMPLATE
 
 NUM_GPUS = 0
@@ -114,6 +115,14 @@ def test_a_user_who_is_left_waiting(tau: ModuleType, args: Namespace, use: Use, 
     name, order = task(tau)
     sample = visited(tau, args, Scripted(args, call("cancel", order=order) + END, call("find", name=name) + END), use)
     assert (sample.reward, sample.status) == (0.0, Status.TRUNCATED)
+
+
+def test_an_answer_is_waited_for_as_long_as_the_run_gives_it(
+    tau: ModuleType, args: Namespace, use: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_up(monkeypatch, args)
+    with pytest.raises(openai.APITimeoutError):
+        visited(tau, args, Scripted(args), use)
 
 
 def test_half_an_answer_is_told_to_nobody(tau: ModuleType, args: Namespace, use: Use) -> None:

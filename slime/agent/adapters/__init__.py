@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slime.agent.adapters.adapter import AnthropicAdapter, BaseAdapter, OpenAIAdapter
+    from slime.agent.adapters.adapter import AnthropicAdapter, BaseAdapter, OpenAIAdapter, ResponsesAdapter
 
-__all__ = ["AnthropicAdapter", "BaseAdapter", "OpenAIAdapter"]
+__all__ = ["AnthropicAdapter", "BaseAdapter", "OpenAIAdapter", "ResponsesAdapter"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,10 +15,10 @@ from aiohttp import web
 
 from slime.agent.gateway import Gateway
 from slime.agent.in_rollout import InRollout
-from slime.agent.memory import Prompt
 from slime.agent.parsing import parser_of
 from slime.agent.rendering import TurnRenderer
-from slime.agent.session import Budget, Generated, Session, TurnReply, TurnRequest
+from slime.agent.session import Budget, Session, TurnRequest
+from slime.agent.trajectory import TurnRecord
 from slime.data import Sample, Status
 from slime.options.flags.sglang import CONSISTENT_HASHING
 from slime.rollout.runtime import current
@@ -93,17 +94,23 @@ class BaseAdapter:
         if sid in _EVERYBODYS:
             raise ValueError(f"session id {sid!r} is what clients without a key have: take one that nobody guesses")
         engine = InRollout(_options(self.tokenizer, self.sglang_url), Sample(session_id=sid))
-        session = _Session(
+        session = Session(
             engine,
             self._renderer,
             parser=self._parser,
             params=sampling_defaults,
             budget=Budget(turns=self._max_turns or 0, context=int(max_context_tokens or 0)),
+            on_turn=None if self._callback is None else functools.partial(self._tell, sid),
         )
-        if self._callback is not None:
-            session.watch(sid, self._callback)
         self._gateway.open_session(session, sid)
         self._opened[sid] = _Opened(session, engine)
+
+    def _tell(self, sid: str, request: TurnRequest, message: dict[str, Any], turn: TurnRecord) -> None:
+        assert self._callback is not None
+        try:
+            self._callback(sid, request.messages, request.tools, message, turn)
+        except Exception:
+            logger.exception("debug_callback failed in session %s...", sid[:8])
 
     async def shutdown_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
         """Refuse further turns, with 503; those under way are ended if they have not within the time, in seconds."""
@@ -155,26 +162,8 @@ class OpenAIAdapter(BaseAdapter):
     """``/v1/chat/completions`` and ``/v1/responses``, and the APIs of `AnthropicAdapter`."""
 
 
-class _Session(Session):
-    """One that somebody watches."""
-
-    _watcher: tuple[str, Callable[..., None]] | None = None
-
-    def watch(self, sid: str, callback: Callable[..., None]) -> None:
-        self._watcher = sid, callback
-
-    def _reply(
-        self, prompt: Prompt, request: TurnRequest, made: Generated, message: dict[str, Any], ill_formed: bool = False
-    ) -> TurnReply:
-        reply = super()._reply(prompt, request, made, message, ill_formed)
-        if self._watcher is not None:
-            sid, callback = self._watcher
-            turn = replace(self.memory.trajectory.nodes[-1].turn, prompt_ids=prompt.ids)
-            try:
-                callback(sid, request.messages, request.tools, message, turn)
-            except Exception:
-                logger.exception("debug_callback failed in session %s...", sid[:8])
-        return reply
+class ResponsesAdapter(OpenAIAdapter):
+    """The same, by the name that is for Codex."""
 
 
 def _options(tokenizer: Any, url: str) -> Namespace:

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
-from slime.agent.adapters.api import Api, Event, Reply, not_text, only_functions, sampling_of
+from slime.agent.adapters.api import Api, Event, Reply, not_text, only_functions, reminder, sampling_of
 from slime.agent.parsing import Delta
 from slime.agent.session import TurnReply, TurnRequest
 from slime.data.rows.messages import Messages
@@ -84,8 +84,8 @@ def _messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         elif kind != "redacted_thinking":
             raise ValueError(f"a block of type {kind!r} in a message of the {role} is not served: only text is")
     text = "".join(words) if role == "assistant" else "\n".join(words)
-    if role == "system":  # Claude Code's, in mid conversation, where templates may have none
-        role, text = "user", f"<system-reminder>\n{text}\n</system-reminder>"
+    if role == "system":  # Claude Code's, in mid conversation
+        role, text = "user", reminder(text)
     said: dict[str, Any] = {"role": role, "content": text}
     if thoughts:
         said["reasoning_content"] = "".join(thoughts)

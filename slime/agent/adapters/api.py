@@ -37,6 +37,11 @@ class Reply(abc.ABC):
     def end(self, reply: TurnReply) -> list[Event]:
         """When all is made: tool calls, why it ended, and counts."""
 
+    def fail(self, status: int, error: Mapping[str, Any]) -> list[Event]:
+        """When it has begun and cannot be made to its end; ``error`` is the API's body of that, ``status`` the one that
+        it would have had before."""
+        return [("error", error)]
+
 
 class Api(abc.ABC):
     """One API's way to ask for a turn."""
@@ -84,6 +89,11 @@ def text_only(body: Mapping[str, Any], choices: str | None = None) -> None:
             f"responses of type {wanted['type']!r} are not served: a grammar would change the probabilities of the "
             "tokens that are trained"
         )
+
+
+def reminder(text: str) -> str:
+    """What agents' programs say as the system in mid conversation, where templates may have none, as the user's."""
+    return f"<system-reminder>\n{text}\n</system-reminder>"
 
 
 @functools.lru_cache(maxsize=256)

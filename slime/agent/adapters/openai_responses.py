@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
-from slime.agent.adapters.api import Api, Event, Reply, not_text, only_functions, sampling_of, text_only, warn_left_out
+from slime.agent.adapters.api import (
+    Api,
+    Event,
+    Reply,
+    not_text,
+    only_functions,
+    reminder,
+    sampling_of,
+    text_only,
+    warn_left_out,
+)
 from slime.agent.adapters.openai_chat import ChatCompletions
 from slime.agent.parsing import Delta
 from slime.agent.session import TurnReply, TurnRequest
@@ -15,6 +26,9 @@ from slime.data.rows.messages import Messages
 
 _PARAMS = {"max_output_tokens": "max_new_tokens"}
 _ASKED = ("instructions", "previous_response_id", "temperature", "top_p")
+_TEXT_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+"""Of OpenAI's codes for responses that have failed, by the status that a refusal would have; else ``server_error``."""
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -27,29 +41,55 @@ class Responses(Api):
     def request(self, body: Mapping[str, Any], store: MutableMapping[str, Any]) -> TurnRequest:
         """ValueError for what no turn can be made of."""
         text_only(body)
-        before = body.get("previous_response_id")
-        if before is not None and before not in store:
-            raise ValueError(f"previous_response_id {before!r:.80}: the session has no such response")
-        messages: Messages = list(store[before]) if before is not None else []
-        messages += _merged(_items(body.get("input")))
+        messages = _conversation(body, store)
         if instructions := body.get("instructions"):
             # Those of earlier responses do not count any more.
             messages = [{"role": "system", "content": str(instructions)}, *messages]
-        tools = list(_functions(body.get("tools") or ()))
-        return TurnRequest(messages, only_functions(body, tools), sampling_of(body, _PARAMS))
+        tools = [function for function, *_ in _functions(body.get("tools") or ())]
+        return TurnRequest(_one_system(messages), only_functions(body, tools), sampling_of(body, _PARAMS))
 
     def reply(self, body: Mapping[str, Any], turn: TurnRequest, store: MutableMapping[str, Any]) -> Reply:
         """What a reply to a request is written with."""
-        return _Reply(body, store, turn.messages)
+        return _Reply(body, store)
 
 
-def _functions(tools: Any) -> Iterator[dict[str, Any]]:
-    """Of an agent's tools those that are functions. Codex always sends others, such as its search of the web."""
+def _conversation(body: Mapping[str, Any], store: Mapping[str, Any]) -> Messages:
+    """What was said, without instructions."""
+    before = body.get("previous_response_id")
+    if before is not None and before not in store:
+        raise ValueError(f"previous_response_id {before!r:.80}: the session has no such response")
+    return [*(store[before] if before is not None else ()), *_merged(_items(body.get("input")))]
+
+
+def _one_system(messages: Messages) -> Messages:
+    """With one system message at most, the first: many templates have no other. Codex sends several for developers, and
+    more in mid conversation, which the user then says."""
+    first = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    words = "\n\n".join(message["content"] for message in messages[:first])
+    begun: Messages = [{"role": "system", "content": words}] if first else []
+    return begun + [
+        {"role": "user", "content": reminder(message["content"])} if message["role"] == "system" else message
+        for message in messages[first:]
+    ]
+
+
+def _functions(tools: Any, namespace: str = "") -> Iterator[tuple[dict[str, Any], Mapping[str, Any], str]]:
+    """Of an agent's tools those that the model can call, each as a function, as it was given, and its namespace: a tool
+    of plain text (``custom``) is a function of one string. Codex always sends others, such as its search of the web."""
     if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
         raise ValueError(f"tools is not a list of objects, but {tools!r:.80}")
     for tool in tools:
-        if tool.get("type") == "function":
-            yield {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+        kind, name = tool.get("type"), tool.get("name")
+        if kind == "namespace":
+            yield from _functions(tool.get("tools") or (), str(name))
+        elif kind == "function":
+            function = {key: value for key, value in tool.items() if key != "type"}
+            yield {"type": kind, "function": function | {"name": _full(namespace, name)}}, tool, namespace
+        elif kind == "custom":
+            form = (tool.get("format") or {}).get("definition")
+            words = [tool.get("description") or "", f"The input is text of this grammar:\n{form}" if form else ""]
+            function = {"name": _full(namespace, name), "description": "\n".join(filter(None, words))}
+            yield {"type": "function", "function": function | {"parameters": _TEXT_INPUT}}, tool, namespace
         else:
             warn_left_out(f"a tool of type {tool.get('type')!r:.80}")
 
@@ -69,11 +109,18 @@ def _items(given: Any) -> Iterator[dict[str, Any]]:
         elif kind == "reasoning":
             parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
             yield {"role": "assistant", "content": "", "reasoning_content": _text(parts)}
+        elif kind == "custom_tool_call":
+            yield from _items(
+                [item | {"type": "function_call", "arguments": json.dumps({"input": item.get("input") or ""})}]
+            )
         elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+            function = {
+                "name": _full(item.get("namespace"), item.get("name")),
+                "arguments": item.get("arguments") or "{}",
+            }
             call = {"id": item.get("call_id", ""), "type": "function", "function": function}
             yield {"role": "assistant", "content": "", "tool_calls": [call]}
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             yield {"role": "tool", "tool_call_id": item.get("call_id", ""), "content": _told(item.get("output"))}
         else:
             raise ValueError(f"an item of type {kind!r} is not served")
@@ -115,10 +162,11 @@ def _told(output: Any) -> str:
 
 
 class _Reply(Reply):
-    def __init__(self, body: Mapping[str, Any], store: MutableMapping[str, Any], messages: Messages) -> None:
+    def __init__(self, body: Mapping[str, Any], store: MutableMapping[str, Any]) -> None:
         self._id, self._created = f"resp_{secrets.token_hex(12)}", int(time.time())
         self._model, self._body, self._store = str(body.get("model") or "slime"), body, store
-        self._messages = messages[1:] if body.get("instructions") else messages
+        named = _functions(body.get("tools") or ())
+        self._tools = {function["function"]["name"]: (tool, namespace) for function, tool, namespace in named}
         self._items: list[dict[str, Any]] = []
         self._open, self._text, self._number = "", "", 0
 
@@ -128,7 +176,7 @@ class _Reply(Reply):
             self._items.append(self._item("reasoning", thoughts))
         if message["content"]:
             self._items.append(self._item("content", message["content"]))
-        self._items += [_call(call) for call in message.get("tool_calls", ())]
+        self._items += [self._call(call) for call in message.get("tool_calls", ())]
         return self._done(reply)
 
     def begin(self) -> list[Event]:
@@ -149,20 +197,25 @@ class _Reply(Reply):
     def end(self, reply: TurnReply) -> list[Event]:
         events = self._close()
         for call in reply.message.get("tool_calls", ()):
-            item, number = _call(call), len(self._items)
-            begun = item | {"arguments": "", "status": "in_progress"}
+            item, number = self._call(call), len(self._items)
+            is_text = item["type"] == "custom_tool_call"
+            part, kind = ("input", "custom_tool_call_input") if is_text else ("arguments", "function_call_arguments")
             place = {"item_id": item["id"], "output_index": number}
+            done = place | {part: item[part]} | ({} if is_text else {"name": item["name"]})
+            begun = item | {part: "", "status": "in_progress"}
             events += [
                 self._event("response.output_item.added", output_index=number, item=begun),
-                self._event("response.function_call_arguments.delta", **place, delta=item["arguments"]),
-                self._event(
-                    "response.function_call_arguments.done", **place, arguments=item["arguments"], name=item["name"]
-                ),
+                self._event(f"response.{kind}.delta", **place, delta=item[part]),
+                self._event(f"response.{kind}.done", **done),
                 self._event("response.output_item.done", output_index=number, item=item),
             ]
             self._items.append(item)
         response = self._done(reply)
         return [*events, self._event(f"response.{response['status']}", response=response)]
+
+    def fail(self, status: int, error: Mapping[str, Any]) -> list[Event]:
+        told = {"code": _CODES.get(status, "server_error"), "message": error["error"]["message"]}
+        return [self._event("response.failed", response=self._response("failed", error=told))]
 
     def _start(self, part: str) -> list[Event]:
         self._open, self._text = part, ""
@@ -203,8 +256,21 @@ class _Reply(Reply):
         named = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "status": "completed"}
         return named | {"content": [_part(part, text)]}
 
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function, number = call["function"], call["id"].removeprefix("call_")
+        tool, namespace = self._tools.get(function["name"], ({"name": function["name"]}, ""))
+        named = {"call_id": call["id"], "name": tool["name"]} | ({"namespace": namespace} if namespace else {})
+        if tool.get("type") != "custom":
+            item = {"id": f"fc_{number}", "type": "function_call", "arguments": function["arguments"]}
+        else:
+            given = json.loads(function["arguments"]).get("input", "")
+            text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            item = {"id": f"ctc_{number}", "type": "custom_tool_call", "input": text}
+        return named | item | {"status": "completed"}
+
     def _done(self, reply: TurnReply) -> dict[str, Any]:
-        self._store[self._id] = [*self._messages, reply.message]
+        if self._body.get("store") is not False:
+            self._store[self._id] = [*_conversation(self._body, self._store), reply.message]
         counts = {
             "input_tokens": reply.prompt_tokens,
             "input_tokens_details": {"cached_tokens": reply.cached},
@@ -240,7 +306,6 @@ def _part(part: str, text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    named = {"id": f"fc_{call['id'].removeprefix('call_')}", "type": "function_call", "call_id": call["id"]}
-    return named | {"name": function["name"], "arguments": function["arguments"], "status": "completed"}
+def _full(namespace: Any, name: Any) -> Any:
+    """A function's name in the model's prompts."""
+    return f"{namespace}.{name}" if namespace else name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 
 from slime.agent.harness.common import BaseHarness, HarnessContext, install_archives, write_home
@@ -39,6 +40,8 @@ class ClaudeCodeHarness(BaseHarness):
             "ANTHROPIC_MODEL": ctx.model_label,
             # For what it does on the side, titles and summaries, it would otherwise ask for another model.
             "ANTHROPIC_SMALL_FAST_MODEL": ctx.model_label,
+            # Else it asks again after 10 minutes, within which a push of weights may still hold the answer up.
+            "API_TIMEOUT_MS": str(math.ceil(time_budget_sec * 1000)),
             **self.static_env,
         }
         command = f"claude -p {shlex.quote(prompt)} {self.launch_flags}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 
 from slime.agent.harness.common import BaseHarness, HarnessContext, install_archives, write_home
@@ -50,7 +51,9 @@ class CodexHarness(BaseHarness):
 
     async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
         env = {"OPENAI_API_KEY": ctx.session_id, "OPENAI_BASE_URL": f"{ctx.adapter_url}/v1"}
-        command = f"codex exec {self.exec_flags} {shlex.quote(prompt)}"
+        # Else it asks again when a stream is silent for 5 minutes, as one is while weights are pushed.
+        silence = f"-c model_providers.slime.stream_idle_timeout_ms={math.ceil(time_budget_sec * 1000)}"
+        command = f"codex exec {self.exec_flags} {silence} {shlex.quote(prompt)}"
         return await self.run_program(sb, ctx, command, env, time_budget_sec)
 
 

@@ -32,7 +32,7 @@ class MiniHarness(BaseHarness):
             "OPENAI_BASE_URL": f"{ctx.adapter_url}/v1",
             "MINI_MODEL": ctx.model_label,
         }
-        command = f"python3 {place(sb, _PROGRAM)} {shlex.quote(prompt)}"
+        command = f"python3 {place(sb, _PROGRAM)} --request-timeout {time_budget_sec:g} {shlex.quote(prompt)}"
         return await self.run_program(sb, ctx, command, env, time_budget_sec)
 
 

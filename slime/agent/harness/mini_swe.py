@@ -61,7 +61,8 @@ class MiniSweHarness(BaseHarness):
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         }
         output = f"{ctx.workdir}/.harness/mini-swe.traj.json"
-        command = f"mini -y --exit-immediately -c mini.yaml -c {home}/mini-swe.yaml -o {shlex.quote(output)}"
+        limit = f"-c model.model_kwargs.timeout={time_budget_sec:g}"  # litellm's is 10 minutes
+        command = f"mini -y --exit-immediately -c mini.yaml -c {home}/mini-swe.yaml {limit} -o {shlex.quote(output)}"
         task = f"-t {shlex.quote(prompt)} < /dev/null"
         return await self.run_program(sb, ctx, f"{command} {task}", env, time_budget_sec)
 

@@ -10,6 +10,7 @@ from slime.files.checkpoints import SavedModel
 from slime.options import asynchronous, cluster, data, debug, lora, mtp, rollout
 from slime.options import checkpoint as checkpoints
 from slime.options.asynchronous import check_staleness
+from slime.options.checks.agents import check_agents
 from slime.options.checks.checkpoint_rules import derive_checkpoints, load_release
 from slime.options.checks.export_rules import check_exports
 from slime.options.checks.reward_rules import check_rewards, comes_before_reward, has_own_source, rows_may_name_rewards
@@ -23,7 +24,6 @@ from slime.options.learning.algorithm import derive_algorithm
 from slime.options.learning.routing import contain_replay
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT, generates_itself
 from slime.options.rules import Rule, check
-from slime.options.serving.agents import check_agents
 from slime.options.serving.external import settle_external_engines
 from slime.options.serving.reward_model import derive_reward_model
 from slime.options.serving.sglang_config import generating, settle_models

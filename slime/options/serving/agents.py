@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import socket
-from argparse import Namespace
 from dataclasses import dataclass
 
-from slime.options.errors import OptionError
 from slime.options.flags.schema import option
 from slime.options.rollout import DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT, written
-from slime.options.rules import Rule, check
+from slime.options.rules import Rule
 from slime.utils.calls import Call
 
 GENERATE = "slime.agent.rollout.generate"
@@ -64,22 +60,3 @@ RULES = (
     Rule(_BY_PATH, "needs", "custom_agent_function_path"),
     Rule("apply_chat_template", "would render what agents get as rows have it: drop it", when=_BY_PATH),
 )
-
-
-def check_agents(args: Namespace) -> None:
-    """OptionError for flags that nothing heeds, and for an address at which no agent would reach the gateway or where
-    it cannot listen: on this host, where the rollout manager runs; only a ``--dry-run`` may be elsewhere."""
-    check(args, RULES)
-    host, port = args.agent_host, args.agent_port
-    if host in EVERY_INTERFACE:
-        raise OptionError(f"--agent-host {host} is every interface: name the address at which agents reach this host")
-    family = socket.AF_INET6 if ":" in (host or "") else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the gateway does
-        try:
-            probe.bind((host or "", port))
-        except OSError as error:
-            if port and error.errno in (errno.EADDRINUSE, errno.EACCES):
-                raise OptionError(f"--agent-port {port}: {error.strerror}; name another, or 0 for any") from error
-            if not args.dry_run:
-                raise OptionError(f"--agent-host {host}, where the gateway would listen: {error.strerror}") from error
