@@ -58,7 +58,7 @@ class RolloutTrainer:
         """``describe`` is `PackLayout.describe`."""
         self.args, self.parallel = args, parallel
         self.dp_rank, self.dp_size = parallel.dp.rank, parallel.dp.size
-        self._found = find_checkpoint(args.load) if args.load else None
+        self._found = find_checkpoint(args.load, args.ckpt_step) if args.load else None
         self.start_rollout_id, self.resumed_from = 0, None
         if self._found is not None:
             self.start_rollout_id, self.resumed_from = self._found[1] + 1, str(self._found[0])
@@ -137,6 +137,9 @@ class RolloutTrainer:
         steps[-1] |= seconds | numbers | self._memory.peaks()
         return steps
 
+        interval = args.ref_update_interval
+        if interval is not None and (rollout_id + 1) % interval == 0:
+            self._actor.renew_reference()
     def _take_steps(
         self,
         rollout_id: int,

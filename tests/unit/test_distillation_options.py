@@ -33,8 +33,8 @@ def directory(launch_directory: Path) -> Path:
 --opd-teacher-load model -> --opd-teacher-load model has no effect without --use-opd
 {OPD} -> --opd-type megatron needs --opd-teacher-load
 {OPD} --opd-teacher-load /no/such -> --opd-teacher-load /no/such: there is no such directory
-{OPD} --opd-teacher-load model --opd-teacher-ckpt-step 3 -> --opd-teacher-ckpt-step 3: there are no checkpoints in
-{OPD} --opd-teacher-load saved --opd-teacher-ckpt-step 0 -> 0: --opd-teacher-load {{cwd}}/saved has no iter_0000000
+{OPD} --opd-teacher-load model --opd-teacher-ckpt-step 3 -> {{cwd}}/model has no iter_0000003, but none
+{OPD} --opd-teacher-load saved --opd-teacher-ckpt-step 0 -> /saved has no iter_0000000, but iter_0000004
 {OPD} --opd-teacher-load model --opd-kl-coef -1 -> argument --opd-kl-coef: must be at least 0
 {OPD} --opd-teacher-load model --lora-rank 4 -> --opd-type megatron and --lora-rank 4 do not go together
 {OPD} --opd-teacher-load model --loss-type sft_loss -> --use-opd has no effect with --loss-type sft_loss

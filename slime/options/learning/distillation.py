@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from slime.files.checkpoints import checkpoint_directory, has_checkpoint
-from slime.options.errors import OptionError
+from slime.files.checkpoints import chosen_checkpoint
+from slime.options.errors import OptionError, naming
 from slime.options.flags.schema import option
 from slime.options.rules import Rule
 
@@ -92,14 +92,9 @@ def derive_distillation(args: Namespace) -> None:
     directory = os.path.abspath(os.path.expanduser(args.opd_teacher_load))
     if not os.path.isdir(directory):
         raise OptionError(f"{TEACHER_FLAG} {directory}: there is no such directory")
-    step = args.opd_teacher_ckpt_step
-    if step is not None:
-        if not has_checkpoint(directory):
-            raise OptionError(f"--opd-teacher-ckpt-step {step}: there are no checkpoints in {TEACHER_FLAG} {directory}")
-        chosen = checkpoint_directory(directory, step)
-        if not chosen.is_dir():
-            raise OptionError(f"--opd-teacher-ckpt-step {step}: {TEACHER_FLAG} {directory} has no {chosen.name}")
-        directory = str(chosen)
+    if args.opd_teacher_ckpt_step is not None:
+        with naming(f"--opd-teacher-ckpt-step {args.opd_teacher_ckpt_step}: {TEACHER_FLAG}", FileNotFoundError):
+            directory = str(chosen_checkpoint(directory, args.opd_teacher_ckpt_step))
     args.opd_teacher_load = directory
 
 
