@@ -15,6 +15,8 @@ from slime.options.flags.schema import option
 from slime.options.rules import Rule
 
 TEACHER_FLAG = "--opd-teacher-load"
+MOST_SERVED = 64
+"""Of ``--opd-top-k`` with a server: its answer then is some 3 kB a token."""
 REWARD_PATH = "slime.rollout.on_policy_distillation.reward_func"
 """The ``--custom-rm-path`` that asks a server, and needs no ``--rm-type``."""
 
@@ -34,6 +36,12 @@ class DistillationOptions:
         "server: that of --rm-model-path, of a model 'teacher' in --sglang-config, or at --rm-url.",
     )
     opd_kl_coef: float = option(1.0, "Weight of the distillation beside the rewards; 0 only measures it.", at_least=0)
+    opd_top_k: int = option(
+        0,
+        "Add the KL divergence to the teacher to the loss, over its N likeliest ids of each token and all others as "
+        "one; 0: that of the sampled token, in the advantages.",
+        at_least=0,
+    )
     opd_teacher_load: str | None = option(
         None,
         "The teacher of --opd-type megatron, a Hugging Face or torch_dist directory of the same architecture as the "
@@ -46,7 +54,9 @@ class DistillationOptions:
 
 RULES = (
     Rule("use_opd", "needs", "opd_type"),
-    Rule("@opd_type @opd_kl_coef @opd_teacher_load @opd_teacher_ckpt_step", "has no effect without", "use_opd"),
+    Rule(
+        "@opd_top_k @opd_type @opd_kl_coef @opd_teacher_load @opd_teacher_ckpt_step", "has no effect without", "use_opd"
+    ),
     Rule("opd_type=megatron", "needs", "opd_teacher_load", when="placement!=rollout_only"),
     Rule("@opd_teacher_ckpt_step", "needs", "opd_teacher_load"),
     Rule("opd_teacher_load", "has no effect with", "opd_type=sglang", ", which asks a server"),
@@ -69,6 +79,13 @@ RULES = (
         "loss_type=sft_loss disable_compute_advantages_and_returns",
         ", which leaves no advantages: drop it",
     ),
+    Rule(
+        f"opd_top_k>{MOST_SERVED}",
+        "does not go with",
+        "opd_type=sglang",
+        f", whose replies have so many ids for each token, as text: take {MOST_SERVED} at most, or --opd-type megatron",
+    ),
+    Rule("opd_top_k", "is in the policy loss, and not in", "loss_type=custom_loss"),
     Rule(
         "opd_type=megatron",
         "and",
