@@ -1,6 +1,6 @@
 # Sourced by the run.sh of examples, which set EXAMPLE: a tiny model is made (tools/make_tiny_model.py, with the flags in
-# MODEL_ARGS), warmed up on demonstrations, and trained by GRPO on one slot. The data are those of the example's
-# make_data.py, or additions where it has none. With HF_CHECKPOINT set to a model (and PROMPT_DATA, EVAL_DATA to your
+# MODEL_ARGS, or that of START is taken), warmed up on demonstrations, and trained by GRPO on one slot. The data are those
+# of the example's make_data.py, or additions (or what DATA_ARGS say) where it has none. With HF_CHECKPOINT set to a model (and PROMPT_DATA, EVAL_DATA to your
 # files) nothing is made or warmed up. Further flags of train.py may follow those of a script; they win over those of the
 # GRPO run, but --eval-prompt-data adds a dataset.
 #
@@ -12,10 +12,12 @@ cd "$SLIME_DIR"
 OUTPUT_DIR=${OUTPUT_DIR:-outputs/$EXAMPLE}
 SEED=${SEED:-0}
 MODEL_ARGS=()
+DATA_ARGS=()
 
 warm_up() {
-   local maker=(-m "examples.$EXAMPLE.make_data") args=(
-      --hf-checkpoint "${OUTPUT_DIR}/model"
+   local model=${START:-${OUTPUT_DIR}/model} maker=(-m "examples.$EXAMPLE.make_data")
+   local args=(
+      --hf-checkpoint "$model"
       --save-hf "${OUTPUT_DIR}/sft/hf"
       --run-dir "${OUTPUT_DIR}/sft"
       --rollout-function-path "$1"
@@ -43,11 +45,11 @@ warm_up() {
    )
    [ -z "${HF_CHECKPOINT:-}" ] || return 0
    [ -f "examples/$EXAMPLE/make_data.py" ] || maker=(tools/make_arithmetic_data.py)
-   "$PYTHON" tools/make_tiny_model.py "${OUTPUT_DIR}/model" --overwrite --seed "${SEED}" "${MODEL_ARGS[@]}"
-   "$PYTHON" "${maker[@]}" "${OUTPUT_DIR}/data" --seed "${SEED}"
+   [ -n "${START:-}" ] || "$PYTHON" tools/make_tiny_model.py "${OUTPUT_DIR}/model" --overwrite --seed "${SEED}" "${MODEL_ARGS[@]}"
+   "$PYTHON" "${maker[@]}" "${OUTPUT_DIR}/data" --seed "${SEED}" "${DATA_ARGS[@]}"
    (launch train.py "${args[@]}")
    # A dry run has warmed up nothing, and checks the GRPO run with the model as it was made.
-   [ "${DRY_RUN:-0}" = 0 ] || HF_CHECKPOINT=${OUTPUT_DIR}/model
+   [ "${DRY_RUN:-0}" = 0 ] || HF_CHECKPOINT=$model
 }
 
 EVAL_ARGS=(

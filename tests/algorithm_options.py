@@ -22,6 +22,7 @@ _OTHERS: dict[str, Any] = {
     "asynchronous": False,
     "rollout_function_path": "unused",
     "load": None,
+    "ckpt_step": None,
     "save": None,
     "lr_warmup_iters": 0,
     "column_modules": [],

@@ -98,6 +98,8 @@ def resuming(command: Sequence[str], before: Before) -> list[str]:
     if save is None or _latest(save) in (None, before.stale):
         return []
     flags = ["--load", save]
+    if value_of(command, "--ckpt-step") is not None:
+        flags += ["--ckpt-step", latest_name(save)]  # the command's own says where it began
     if before.release is not None and not any(value_of(command, flag) for flag in _REFERENCES):
         flags += ["--ref-load", before.release]  # it may have to stay close to what it started from
     if value_of(command, "--critic-load") is not None:

@@ -37,6 +37,9 @@ _OUTPUT = "lm_head.weight"
 _OF_THE_VOCABULARY = (_EMBEDDING, _OUTPUT)
 _CRITIC = "--critic-load"
 _ANOTHER = "is it another model's?"
+_SERVE_IT = (
+    ": in the trainers a teacher takes turns in the student's model; serve one of another shape (--opd-type sglang)"
+)
 
 
 def check_weight_files(args: Namespace, resumed: SavedModel | None, *, downloaded: bool) -> None:
@@ -178,20 +181,21 @@ def _check_same_model(flag: str, directory: Path, args: Namespace) -> None:
         return
     config, own = hf_config(directory), hf_config(args.hf_checkpoint)
     shapes = shape_from_hf(config), shape_from_hf(own)
+    advice = _SERVE_IT if flag == TEACHER_FLAG else ""
     no_dense_layer = all(all(shape.get("moe_layer_freq") or [0]) for shape in shapes)
     for name in _SIZES:
         theirs, ours = (shape.get(name) or 0 for shape in shapes)
         if theirs != ours and not (name == "ffn_hidden_size" and no_dense_layer):
             raise OptionError(
                 f"{flag} {directory} is another model's: {name} is {theirs} by its config.json, and {ours} by that "
-                f"of --hf-checkpoint {args.hf_checkpoint}"
+                f"of --hf-checkpoint {args.hf_checkpoint}{advice}"
             )
     wanted, found = (set(family_of(c).parameters(weight_shape(c))) for c in (own, config))
     for what, names in (("it has nothing for", wanted - found), ("there is no place for its", found - wanted)):
         if names:
             raise OptionError(
                 f"{flag} {directory} is another model's ({config.model_type}): {what} {abbreviate(names)} of "
-                f"--hf-checkpoint {args.hf_checkpoint} ({own.model_type})"
+                f"--hf-checkpoint {args.hf_checkpoint} ({own.model_type}){advice}"
             )
 
 

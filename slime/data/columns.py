@@ -24,6 +24,8 @@ TOKENS = "tokens"
 LOSS_MASK = "loss_mask"
 METADATA = "metadata"
 TEACHER_LOG_PROBS = "teacher_log_probs"
+TEACHER_TOP_IDS = "teacher_top_ids"
+TEACHER_TOP_LOG_PROBS = "teacher_top_log_probs"
 ROUTES = "routed_experts"
 SAMPLE_INDICES = "sample_indices"
 ROLLOUT_MASK_SUMS = "rollout_mask_sums"
@@ -138,7 +140,12 @@ COLUMNS: tuple[Column, ...] = (
     Column("old_log_probs", np.float32, "response", made_by="trainer", upstream="log_probs", changeable=True),
     Column("ref_log_probs", np.float32, "response", made_by="trainer", changeable=True),
     # Under the teacher, by a server or a pass of the trainer, and how much less that is than the student's.
-    Column(TEACHER_LOG_PROBS, np.float32, "response", wanted=lambda args: args.opd_type == "sglang"),
+    Column(
+        TEACHER_LOG_PROBS,
+        np.float32,
+        "response",
+        wanted=lambda args: args.opd_type == "sglang" and not args.opd_top_k,
+    ),
     Column("opd_reverse_kl", np.float32, "response", made_by="trainer"),
     # The critic's before the rollout's first optimizer step, and what it is trained on.
     Column("values", np.float32, "response", made_by="trainer", changeable=True),
@@ -148,10 +155,10 @@ COLUMNS: tuple[Column, ...] = (
 """slime's own."""
 
 
-def with_declared(declared: Iterable[Column], of_model: Iterable[Column] = ()) -> tuple[Column, ...]:
-    """slime's own columns, those whose shape depends on the model, and ones that are declared elsewhere; ColumnError
+def with_declared(declared: Iterable[Column], by_options: Iterable[Column] = ()) -> tuple[Column, ...]:
+    """slime's own columns, those whose shape depends on the options, and ones that are declared elsewhere; ColumnError
     where two have one name or one keyword of the model, or one of the last says what cannot be."""
-    own = (*COLUMNS, *of_model)
+    own = (*COLUMNS, *by_options)
     columns = (*own, *declared)
     taken = dict.fromkeys(_TAKEN, "something else of that name")
     keywords: set[str | None] = set()
@@ -166,6 +173,22 @@ def with_declared(declared: Iterable[Column], of_model: Iterable[Column] = ()) -
             raise ColumnError(f"column {column.name}: another one is the model's {column.model_input} already")
         keywords |= {column.model_input} - {None}
     return columns
+
+
+def top_columns(args: Namespace) -> tuple[Column, ...]:
+    """Of ``--opd-top-k``: the ids that the teacher finds likeliest in a token's place, and its log-probs of them."""
+    if not args.opd_top_k:
+        return ()
+    shared: dict[str, Any] = {
+        "span": "response",
+        "trailing": (args.opd_top_k,),
+        "wanted": lambda args: args.opd_type == "sglang",
+        "shown": False,
+    }
+    return (
+        Column(TEACHER_TOP_IDS, np.int32, packed_as=np.int64, **shared),
+        Column(TEACHER_TOP_LOG_PROBS, np.float32, **shared),
+    )
 
 
 def _contradiction(column: Column) -> str | None:

@@ -49,7 +49,7 @@ def check_remaining(args: argparse.Namespace) -> str:
     one whose number of rollouts is not known yet."""
     if not args.num_rollout:
         return ""
-    done = 0 if args.placement == "rollout_only" else rollouts_done(args.load)
+    done = 0 if args.placement == "rollout_only" else rollouts_done(args.load, args.ckpt_step)
     first = done if args.start_rollout_id is None else args.start_rollout_id
     if first < args.num_rollout:
         return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,29 @@ def is_torch_dist(directory: str | Path) -> bool:
     return os.path.isfile(Path(directory, "metadata.json"))
 
 
-def find_checkpoint(load_dir: str | Path) -> tuple[Path, int] | None:
-    """The latest checkpoint as (directory, rollout id); None where there is none. Of weights only, the id is -1.
+def chosen_checkpoint(load_dir: str | Path, step: int) -> Path:
+    """The checkpoint after rollout ``step`` in a directory of checkpoints; FileNotFoundError, which lists what there
+    is, where that is not among them."""
+    directory = checkpoint_directory(load_dir, step)
+    if not directory.is_dir():
+        raise FileNotFoundError(f"{load_dir} has no {directory.name}, but {_present(load_dir)}")
+    return directory
+
+
+def _present(load_dir: str | Path) -> str:
+    return ", ".join(sorted(p.name for p in Path(load_dir).glob("iter_*"))) or "none"
+
+
+def find_checkpoint(load_dir: str | Path, step: int | None = None) -> tuple[Path, int] | None:
+    """The checkpoint after rollout ``step``, by default the latest, as (directory, rollout id); None where there is
+    none. Of weights only, the id is -1.
 
     Raises:
-        FileNotFoundError: the one that the directory calls its latest is not there.
+        FileNotFoundError: it, or the one that the directory calls its latest, is not there.
         ValueError: a file of the latest that holds no number.
     """
+    if step is not None:
+        return chosen_checkpoint(load_dir, step), step
     if not has_checkpoint(load_dir):
         return None
     latest, text = Path(load_dir, LATEST), latest_name(load_dir)
@@ -62,14 +78,13 @@ def find_checkpoint(load_dir: str | Path) -> tuple[Path, int] | None:
     rollout_id = -1 if text == RELEASE else int(text)
     directory = Path(load_dir, RELEASE) if text == RELEASE else checkpoint_directory(load_dir, rollout_id)
     if not directory.is_dir():
-        present = sorted(p.name for p in Path(load_dir).glob("iter_*"))
-        raise FileNotFoundError(f"{latest} names {directory.name}, but {load_dir} has {', '.join(present) or 'none'}")
+        raise FileNotFoundError(f"{latest} names {directory.name}, but {load_dir} has {_present(load_dir)}")
     return directory, rollout_id
 
 
-def rollouts_done(load_dir: str | None) -> int:
-    """How many rollouts the latest checkpoint of ``--load`` was trained on, or 0; raises as `find_checkpoint`."""
-    found = find_checkpoint(load_dir) if load_dir else None
+def rollouts_done(load_dir: str | None, step: int | None = None) -> int:
+    """How many rollouts the checkpoint of ``--load`` was trained on, or 0; as `find_checkpoint`."""
+    found = find_checkpoint(load_dir, step) if load_dir else None
     return found[1] + 1 if found else 0
 
 
@@ -83,6 +98,8 @@ class SavedModel:
     """That it holds; None of one that holds a whole model."""
     heads: bool = False
     """Whether it has trained MTP heads."""
+    trained: dict[str, list[str]] = field(default_factory=dict)
+    """Options, with their values, by which its run trained some parameters only."""
     of_a_run: bool = True
     """Whether a run of slime can go on from it, as far as its ``common.pt`` tells."""
 
@@ -100,4 +117,5 @@ def saved_model(directory: Path) -> SavedModel:
         return SavedModel(directory)
     except Exception:  # what torch did not write plainly fails in many ways
         return SavedModel(directory, of_a_run=False)
-    return SavedModel(directory, common.get("adapters"), bool(common.get("heads")), RUN_KEY in common)
+    heads, trained = bool(common.get("heads")), common.get("trained") or {}
+    return SavedModel(directory, common.get("adapters"), heads, trained, RUN_KEY in common)

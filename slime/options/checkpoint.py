@@ -13,6 +13,9 @@ class CheckpointOptions:
     """Checkpoints."""
 
     load: str | None = option(None, "Directory of checkpoints to resume from; it may be empty if it is also --save.")
+    ckpt_step: int | None = option(
+        None, "Resume from the checkpoint in --load after this rollout; default the latest.", at_least=0
+    )
     save: str | None = option(None, "Directory for checkpoints.")
     save_interval: int | None = option(
         None, "Save every so many rollouts; with --save, --save-hf or --save-lora also after the last.", at_least=1
@@ -25,6 +28,7 @@ class CheckpointOptions:
         "Reference model, a Hugging Face or torch_dist directory; training also starts from it without --load.",
         aliases=("--initial-megatron-checkpoint",),
     )
+    ref_ckpt_step: int | None = option(None, "Which of the checkpoints in --ref-load; default the latest.", at_least=0)
     run_dir: str | None = option(
         None, "Directory for config.yaml, metrics.jsonl and logs; default --save, else outputs/<time>."
     )
@@ -32,6 +36,8 @@ class CheckpointOptions:
 
 RULES = (
     Rule("save_interval", "needs", "save save_hf save_lora"),
+    Rule("@ckpt_step", "needs", "load"),
+    Rule("@ref_ckpt_step", "needs", "ref_load"),
     Rule(
         "use_kl_loss kl_coef",
         "needs",

@@ -221,6 +221,6 @@ def _goes_on(args: Namespace) -> bool:
     """Whether a run is resumed, or is begun again where it was to be resumed from."""
     if args.load is None:
         return False
-    return find_checkpoint(args.load) is not None or (
-        os.path.isdir(os.path.expanduser(args.load)) and same_place(args.load, args.save)
-    )
+    with naming("--load:", FileNotFoundError):
+        found = find_checkpoint(args.load, args.ckpt_step)
+    return found is not None or (os.path.isdir(os.path.expanduser(args.load)) and same_place(args.load, args.save))

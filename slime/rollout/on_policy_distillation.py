@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from slime.data import Sample
-from slime.data.columns import TEACHER_LOG_PROBS
+from slime.data.columns import TEACHER_LOG_PROBS, TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS
 from slime.rollout.batches.train_data import rollout_ids, usual_rewards
 from slime.rollout.model_urls import REWARD, TEACHER, get_model_url
 from slime.rollout.rm_hub import Reward, built_in_reward
@@ -36,7 +36,7 @@ async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
         RequestError: the request failed for good.
     """
     if args.opd_type == "sglang" and sample.response_length:
-        sample.columns[TEACHER_LOG_PROBS] = await _log_probs(teacher_url(args, sample), sample)
+        sample.columns |= await _scores(teacher_url(args, sample), sample, args.opd_top_k)
     return await built_in_reward(args, sample) if sample.metadata.get("rm_type") or args.rm_type else 0.0
 
 
@@ -54,13 +54,16 @@ def teacher_url(args: Namespace, sample: Sample) -> str:
         raise BadInputError(f"sample {sample.index}: the teacher of on-policy distillation: {error}") from error
 
 
-async def _log_probs(url: str, sample: Sample) -> np.ndarray:
-    """float32 [response_length], at temperature 1: SGLang divides no logits of a prompt by any."""
+async def _scores(url: str, sample: Sample, top_k: int) -> dict[str, np.ndarray]:
+    """The sample's columns: its response's log-probs, float32 [response_length], or with ``top_k`` the ids that are
+    likeliest in each place and their log-probs, [response_length, top_k]; at temperature 1: SGLang divides no logits of
+    a prompt by any."""
     payload = {
         "input_ids": sample.tokens,
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 0, "skip_special_tokens": False},
         "return_logprob": True,
         "logprob_start_len": len(sample.tokens) - sample.response_length - 1,
+        **({"top_logprobs_num": top_k} if top_k else {}),
     }
     try:
         reply = await post(url, payload, max_retries=_TRIES)
@@ -70,6 +73,9 @@ async def _log_probs(url: str, sample: Sample) -> np.ndarray:
         scored = reply["meta_info"]["input_token_logprobs"][-sample.response_length :]
         values = np.array([value for value, *_ in scored], dtype=np.float32)
         ids = [int(token) for _, token, *_ in scored]
+        top = reply["meta_info"]["input_top_logprobs"][-sample.response_length :] if top_k else []
+        top_values = np.array([[value for value, *_ in place] for place in top], dtype=np.float32)
+        top_ids = np.array([[int(token) for _, token, *_ in place] for place in top], dtype=np.int32)
     except (KeyError, TypeError, ValueError) as error:
         raise BadInputError(f"{redacted_line(url)} is no SGLang server that scores prompts: {reply!r:.120}") from error
     wanted = sample.tokens[-sample.response_length :]
@@ -85,7 +91,14 @@ async def _log_probs(url: str, sample: Sample) -> np.ndarray:
             f"{redacted_line(url)} gives response token {at} of sample {sample.index}, id {wanted[at]}, the log-prob "
             f"{values[at]}"
         )
-    return values
+    if not top_k:
+        return {TEACHER_LOG_PROBS: values}
+    if top_ids.shape != (sample.response_length, top_k) or not np.isfinite(top_values).all():
+        raise BadInputError(
+            f"{redacted_line(url)} did not give the {top_k} likeliest ids of every response token of sample "
+            f"{sample.index}, but numbers of shape {list(top_ids.shape)}"
+        )
+    return {TEACHER_TOP_IDS: top_ids, TEACHER_TOP_LOG_PROBS: top_values}
 
 
 def post_process_rewards(args: Namespace, samples: list[Sample]) -> tuple[list[float], list[float]]:

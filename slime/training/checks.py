@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from argparse import Namespace
 
+from slime.files.checkpoints import same_place
 from slime.options.flags.schema import flag_named
 from slime.utils import device
 from slime.utils.errors import SlimeError
@@ -13,6 +15,9 @@ from slime.utils.errors import SlimeError
 logger = logging.getLogger(__name__)
 
 _DIFFERENCE = "train/train_rollout_logprob_abs_diff"
+_DISTANCE = "train/opd_reverse_kl"
+_OF_ITSELF = 1e-5
+"""How far a student may be from a teacher that is itself."""
 
 
 class TrainingError(SlimeError):
@@ -56,6 +61,8 @@ def check_step(
     bound = rounding(args.params_dtype)
     if at_reference and ours is not None and reference is not None and not abs(ours - reference) <= bound:
         wrong.append(f"rollout/log_probs is {ours}, not the rollout/ref_log_probs {reference} of the first step")
+    if args.use_opd and "train/pg_loss" in metrics and _DISTANCE not in metrics:
+        wrong.append(f"{_DISTANCE} is not logged")
     if wrong:
         raise TrainingError(f"--ci-test: {where}: {'; '.join(wrong)}")
 
@@ -71,10 +78,22 @@ def _ranges(args: Namespace, is_first: bool) -> dict[str, tuple[float, float, st
     if is_first and not args.use_rollout_logprobs:
         where = "on the first step, which is on policy"
         ranges |= {"train/ppo_kl": _zero(rounding(args.params_dtype), where), "train/pg_clipfrac": _zero(0.0, where)}
+    if args.use_opd:
+        ranges[_DISTANCE] = (-sys.float_info.max, sys.float_info.max, "a finite number")
+    if is_first and not args.ci_disable_kl_checker and _learns_from_itself(args):
+        bound = max(_OF_ITSELF, rounding(args.params_dtype))
+        ranges[_DISTANCE] = _zero(bound, "on the first step, whose teacher is the student")
     if is_first and not args.ci_disable_kl_checker:
         bound = rounding(args.params_dtype, args.kl_loss_type)
         ranges["train/kl_loss"] = _zero(bound, "on the first step, which is at the reference")
     return ranges
+
+
+def _learns_from_itself(args: Namespace) -> bool:
+    """Whether the teacher in the trainers has the weights that the student starts from."""
+    if args.opd_type != "megatron" or args.random_weights or args.use_rollout_logprobs:
+        return False
+    return same_place(args.opd_teacher_load, args.ref_load or args.hf_checkpoint)
 
 
 def _zero(bound: float, where: str) -> tuple[float, float, str]:

@@ -121,3 +121,6 @@ class Learner(Protocol):
 
     def load(self, directory: str) -> None:
         """Continue from what `save` has written there."""
+
+    def renew_reference(self) -> None:
+        """Let the reference be the weights as they are now; it is saved and loaded with them from then on."""

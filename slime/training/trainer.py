@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.profiler import profile
 
 from slime.data import TrainBatch, text_batch
+from slime.data.columns import TEACHER_LOG_PROBS, TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS
 from slime.files.checkpoints import find_checkpoint
 from slime.files.storage import writing
 from slime.observability.trace import span
@@ -21,10 +22,17 @@ from slime.options.checks.hook_paths import columns_of
 from slime.options.training import micro_batch_multiple
 from slime.training.bad_steps import BAD_STEPS, bad_loss
 from slime.training.checks import check_finite, check_step
-from slime.training.loss import hooks
+from slime.training.loss import divergence, hooks
 from slime.training.loss.advantages import set_advantages
 from slime.training.loss.log_probs import logits, token_terms
-from slime.training.loss.token_loss import LOSSES, mismatch_report, reduce_tokens, step_metrics, value_loss
+from slime.training.loss.token_loss import (
+    LOSSES,
+    add_distillation,
+    mismatch_report,
+    reduce_tokens,
+    step_metrics,
+    value_loss,
+)
 from slime.training.memory.log import MemoryLog
 from slime.training.memory.weight_sets import REFERENCE, TEACHER
 from slime.training.micro_batch import MicroBatch
@@ -58,7 +66,7 @@ class RolloutTrainer:
         """``describe`` is `PackLayout.describe`."""
         self.args, self.parallel = args, parallel
         self.dp_rank, self.dp_size = parallel.dp.rank, parallel.dp.size
-        self._found = find_checkpoint(args.load) if args.load else None
+        self._found = find_checkpoint(args.load, args.ckpt_step) if args.load else None
         self.start_rollout_id, self.resumed_from = 0, None
         if self._found is not None:
             self.start_rollout_id, self.resumed_from = self._found[1] + 1, str(self._found[0])
@@ -129,6 +137,9 @@ class RolloutTrainer:
                     trained, goes_on = self._take_steps(rollout_id, packed, steps, (learner, loss, name))
                 if not goes_on:
                     break
+        interval = args.ref_update_interval
+        if interval is not None and (rollout_id + 1) % interval == 0:
+            self._actor.renew_reference()
         steps = [metrics for metrics in steps if metrics]
         total = sum(metrics.pop("tokens") for metrics in steps)
         rate = total / seconds[f"perf/{name}_train_time"]
@@ -169,14 +180,17 @@ class RolloutTrainer:
         """Those of the reference and those before the first step, where anything needs them."""
         args, trains_actor = self.args, self._trains_actor(rollout_id)
         before_training = args.kl_coef != 0 or any(getattr(args, name) is not None for name in _READS_LOG_PROBS)
-        before_training |= args.use_opd and not args.use_rollout_logprobs
+        before_training |= args.use_opd and not args.use_rollout_logprobs and not args.opd_top_k
         with _profiled(args, "train_log_probs", rollout_id):
             if args.needs_reference and (before_training or trains_actor):
                 with self._span("ref_log_probs"):
                     self._actor.compute_column(everything, "ref_log_probs", self._log_probs, REFERENCE)
             if args.opd_type == "megatron":
                 with self._span("teacher_log_probs"):
-                    self._actor.compute_column(everything, "teacher_log_probs", self._log_probs, TEACHER)
+                    name, column_of = TEACHER_LOG_PROBS, self._log_probs
+                    if args.opd_top_k:
+                        name, column_of = TEACHER_TOP_LOG_PROBS, self._top_log_probs
+                    self._actor.compute_column(everything, name, column_of, TEACHER)
             if before_training or (trains_actor and self._loss_needs_old_log_probs(steps)):
                 with self._span("log_probs"):
                     self._compute_old_log_probs(rollout_id, everything)
@@ -276,15 +290,28 @@ class RolloutTrainer:
             hidden[0],
             self._actor.head_weight(),
             micro_batch.labels,
-            vocab_size=self.args.vocab_size,
-            temperature=self.args.rollout_temperature if temperature is None else temperature,
-            group=self.parallel.tp.group,
-            chunk_size=self.args.log_probs_chunk_size,
+            **self._vocabulary() | ({} if temperature is None else {"temperature": temperature}),
             wants_entropy_gradient=self.args.entropy_coef != 0 or self.args.loss_type == "custom_loss",
         )
 
     def _log_probs(self, micro_batch: MicroBatch, hidden: Tensor) -> Tensor:
         return self._terms(micro_batch, hidden)[0]
+
+    def _top_log_probs(self, micro_batch: MicroBatch, hidden: Tensor) -> Tensor:
+        """Those of the likeliest ids, which become a column, too."""
+        weight, settings = self._actor.head_weight(), self._vocabulary()
+        ids, log_probs = divergence.top_log_probs(hidden[0], weight, self.args.opd_top_k, **settings)
+        micro_batch.put(TEACHER_TOP_IDS, ids)
+        return log_probs
+
+    def _vocabulary(self) -> dict[str, Any]:
+        """How every pass computes with logits."""
+        return {
+            "vocab_size": self.args.vocab_size,
+            "temperature": self.args.rollout_temperature,
+            "group": self.parallel.tp.group,
+            "chunk_size": self.args.log_probs_chunk_size,
+        }
 
     def _loss(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Report]:
         if self.args.loss_type == "custom_loss":
@@ -298,6 +325,12 @@ class RolloutTrainer:
             )
             return total, mismatch_report(micro_batch) | report
         loss = LOSSES[self.args.loss_type](self.args, micro_batch, *self._terms(micro_batch, hidden))
+        if self.args.opd_top_k:
+            ids, teacher = (micro_batch.get(name) for name in (TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS))
+            assert ids is not None
+            assert teacher is not None
+            weight, settings = self._actor.head_weight(), self._vocabulary()
+            add_distillation(self.args, loss, divergence.reverse_kl(hidden[0], weight, ids, teacher, **settings))
         return reduce_tokens(loss, micro_batch)
 
     def _value_loss(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Report]:

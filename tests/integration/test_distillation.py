@@ -10,22 +10,33 @@ from typing import Any
 import pytest
 
 from tests.integration.harness import ROOT, TrainProcess, series
+from tests.integration.strikes import back, events_of
+from tests.integration.test_faults import ASKED
 from tests.integration.test_train import RUN_S, flags, make_workspace
 
 NUM_GPUS = 0
 pytestmark = [pytest.mark.integration, pytest.mark.full]
+_ROLLOUTS = 8
 
 
-def test_both_kinds_of_teacher_say_the_same(tmp_path: Path) -> None:
-    """Of the same samples and weights; the student comes nearer to the teacher, with the task's reward beside it."""
-    workspace, teacher = make_workspace(tmp_path), tmp_path / "teacher"
-    make = [sys.executable, str(ROOT / "tools/make_tiny_model.py"), str(teacher), "--seed", "5"]
+def make_teacher(directory: Path) -> str:
+    """Another model than that of `make_workspace`, of its shape."""
+    make = [sys.executable, str(ROOT / "tools/make_tiny_model.py"), str(directory), "--seed", "5"]
     size = ["--num-layers", "2", "--hidden-size", "64", "--initializer-range", "0.1"]
     subprocess.run([*make, *size], check=True, stdout=subprocess.DEVNULL, timeout=120)
+    return str(directory)
+
+
+@pytest.mark.parametrize(("top_k", "falls"), [(0, 1.2), (8, 1.05)])
+def test_both_kinds_of_teacher_say_the_same(top_k: int, falls: float, tmp_path: Path) -> None:
+    """Of the same samples and weights; the student comes nearer to the teacher, with the task's reward beside it."""
+    workspace, teacher = make_workspace(tmp_path), make_teacher(tmp_path / "teacher")
     kinds: dict[str, dict[str, Any]] = {
-        "megatron": {"opd_teacher_load": str(teacher)},
-        "sglang": {"rm_model_path": str(teacher), "rm_num_gpus": 1},
+        "megatron": {"opd_teacher_load": teacher},
+        "sglang": {"rm_model_path": teacher, "rm_num_gpus": 1},
     }
+    if top_k:
+        kinds = {kind: options | {"opd_top_k": top_k} for kind, options in kinds.items()}
     kl = {}
     for kind, options in kinds.items():
         run_dir = tmp_path / kind
@@ -38,4 +49,20 @@ def test_both_kinds_of_teacher_say_the_same(tmp_path: Path) -> None:
     assert kl["sglang"][0] == pytest.approx(kl["megatron"][0], abs=1e-5)
     for of_run in kl.values():
         assert of_run[0] > 0.05
-        assert of_run[-1] < of_run[0] / 1.2
+        assert of_run[-1] < of_run[0] / falls
+
+
+@pytest.mark.parametrize("strike", ["kill", "suspend"])
+def test_a_served_teacher_that_dies_or_hangs_is_started_again(strike: str, tmp_path: Path) -> None:
+    workspace, teacher, run_dir = make_workspace(tmp_path), make_teacher(tmp_path / "teacher"), tmp_path / "run"
+    served = {"use_opd": True, "opd_type": "sglang", "rm_model_path": teacher, "rm_num_gpus": 1}
+    line = flags(workspace, run_dir, num_rollout=_ROLLOUTS, reward_timeout=60, **served, **ASKED)
+    with TrainProcess(line, tmp_path / "log") as process:
+        process.wait_until(lambda: series(run_dir, "train/loss"), RUN_S, "the first training step")
+        getattr(process.find("slime.backends.sglang.launch", teacher), strike)()
+        assert process.wait(2 * RUN_S) == 0, process.tail()
+        process.assert_no_process_left()
+    (lost,) = events_of(run_dir, "engine_died", "engine_hangs")
+    assert (lost["subject"], lost["kind"]) == ("reward engine 0", {"kill": "engine_died"}.get(strike, "engine_hangs"))
+    assert back(run_dir, "reward engine 0")
+    assert len(series(run_dir, "train/opd_reverse_kl")) == _ROLLOUTS

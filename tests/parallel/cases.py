@@ -84,6 +84,7 @@ RL_CASES: dict[str, dict[str, Any]] = {
     "ppo_token": _PPO | _PER_TOKEN | {"kl_loss_type": "k2", "eps_clip_c": 1.03},
     "dr_grpo": {"loss_constant_length": 100, "use_tis": True, "tis_clip": 1.02},
     "distilled": {"use_opd": True, "opd_type": "megatron", "opd_kl_coef": 0.3, "normalize_advantages": True},
+    "distilled_top": {"use_opd": True, "opd_type": "megatron", "opd_top_k": 8, "opd_kl_coef": 0.3},
     "custom": _custom(user_hooks.grpo) | {"kl_loss_type": "k3"},
     "custom_token": _PER_TOKEN
     | _custom(user_hooks.imitates_the_better)

@@ -51,13 +51,15 @@ class Learner:
 
     def policy_terms(self, rows: TrainBatch, row: int) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of every response token, float64."""
+        every = self.distributions(rows, row)
+        labels = torch.tensor(rows.tokens[row][-len(every) :], dtype=torch.long)
+        return every.gather(1, labels[:, None])[:, 0], -(every.exp() * every).sum(-1)
+
+    def distributions(self, rows: TrainBatch, row: int) -> Tensor:
+        """Log-probs of all ids in the place of every response token, float64."""
         tokens = torch.tensor(rows.tokens[row], dtype=torch.long)
         logits = self.model(tokens[None]).logits[0, :-1].double() / self.args.rollout_temperature
-        every = torch.log_softmax(logits, dim=-1)
-        own = every.gather(1, tokens[1:, None])[:, 0]
-        entropy = -(every.exp() * every).sum(-1)
-        response = len(rows.loss_mask[row])
-        return own[len(own) - response :], entropy[len(own) - response :]
+        return torch.log_softmax(logits, dim=-1)[len(logits) - len(rows.loss_mask[row]) :]
 
     def values(self, rows: TrainBatch, row: int) -> Tensor:
         """The value before every response token, float64."""
@@ -206,8 +208,10 @@ class Known:
                 advantages, returns = _gae(args, reward, penalties[row], self.values[row], self.masks[row])
                 self.advantages.append(advantages)
                 self.returns.append(returns)
-        self.reverse_kl = None
-        if teacher is not None:
+        self.reverse_kl = self.taught = None
+        if teacher is not None and args.opd_top_k:
+            self.taught = [teacher.distributions(rows, row) for row in every]
+        elif teacher is not None:
             self.reverse_kl = [self.trainer[row] - teacher.policy_terms(rows, row)[0] for row in every]
             for row in every:
                 self.advantages[row] = self.advantages[row] - args.opd_kl_coef * self.reverse_kl[row] * self.masks[row]
@@ -283,7 +287,20 @@ def _token_loss(
         return -log_probs, {"train/loss": -log_probs, "train/entropy_loss": entropy}
     if args.loss_type == "custom_loss":
         return _custom_loss(args, row, log_probs, entropy, known)
-    return _policy_loss(args, row, log_probs, entropy, known)
+    loss, report = _policy_loss(args, row, log_probs, entropy, known)
+    if known.taught is not None:
+        kl = _binned_kl(learner.distributions(rows, row), known.taught[row], args.opd_top_k)
+        loss = loss + args.opd_kl_coef * kl
+        report |= {"train/loss": loss, "train/opd_reverse_kl": kl}
+    return loss, report
+
+
+def _binned_kl(ours: Tensor, theirs: Tensor, count: int) -> Tensor:
+    """KL(student || teacher), of the teacher's likeliest ids and of all others as one."""
+    top = theirs.topk(count).indices
+    bins = [torch.cat([e, (1 - e.sum(-1, keepdim=True)).clamp(min=1e-4)], -1)
+            for e in (ours.exp().gather(1, top), theirs.exp().gather(1, top))]  # fmt: skip
+    return (bins[0] * (bins[0] / bins[1]).log()).sum(-1)
 
 
 def _custom_loss(

@@ -60,10 +60,10 @@ IN_CI: dict[str, tuple[str, ...]] = {
 IN_FULL = ("tp2_sp", "pp2", "dp2", "tp2_cp2", "cp2_dp2")
 """Without GPUs in the full tier only: what is special to each is in CI in another layout, or by test_trainer."""
 ONE_MORE_IN_CI: dict[str, tuple[tuple[str, str], ...]] = {
-    "tp2_sp": (("custom", ""), ("grpo", "recompute"), ("distilled", "")),
-    "pp2": (("ppo", "first_of_1"), ("distilled", "")),
+    "tp2_sp": (("custom", ""), ("grpo", "recompute"), ("distilled", ""), ("distilled_top", "")),
+    "pp2": (("ppo", "first_of_1"), ("distilled", ""), ("distilled_top", "")),
     "pp2_vpp2": (("grpo_token", "chunks_of_0_2_1_1"),),
-    "cp2": (("custom_token", ""), ("cispo", "selective"), ("distilled", "")),
+    "cp2": (("custom_token", ""), ("cispo", "selective"), ("distilled", ""), ("distilled_top", "")),
     "ep2": (("custom_token", ""), ("gspo", "selective_moe"), ("distilled", "")),
     "dp2": (("dr_grpo", ""),),
 }

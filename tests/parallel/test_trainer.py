@@ -62,7 +62,7 @@ EXTRA = {
         "rates",
         "sgd",
     ),
-    "distopt": ("resume", "bad_steps", "other_base", "offload"),
+    "distopt": ("resume", "bad_steps", "other_base", "offload", "frozen", "moving_reference"),
     "overlap": ("resume", "nan", "unstepped", "rates"),
     "dp2": ("resume", "offload"),
     "tp2": ("resume", "other_base", "offload"),

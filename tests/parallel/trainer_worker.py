@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -368,6 +369,75 @@ class Rank:
         trainer.save_hf(str(target), 0)
         assert sorted(p.name for p in self.work.glob("*hf*")) == ["hf"]
 
+    def frozen(self) -> None:
+        """What is frozen stays, whatever the weight decay, without optimizer state; what is trained makes the step that
+        it makes beside the others; and a resumed run goes on."""
+        case, saved = replace(CASES["grpo"], steps=1), self.work / "frozen"
+        options = {"clip_grad": 1e9, "num_steps_per_rollout": 1}
+        lists = {
+            "freeze_params_name_list": [r"layers\.0\.", "^embedding", "q_layernorm"],
+            "only_train_params_name_list": [r"layers\.[1-9].*(?<!q_layernorm)\.weight", "^output_layer", "final_layer"],
+        }
+        usual = MegatronTrainer(self.arguments(case, **options))
+        before = gathering.weights(usual)
+        self.train(usual, case, 0, 1)
+        moved, stay = gathering.weights(usual), re.compile(r"layers\.0\.|embed_tokens|q_norm")
+        for name, patterns in lists.items():
+            some = {name: patterns, "save": str(saved / name)}
+            trainer = MegatronTrainer(self.arguments(case, **options, **some))
+            self.train(trainer, case, 0, 1)
+            for weight, tensor in gathering.weights(trainer).items():
+                assert torch.equal(tensor, (before if stay.search(weight) else moved)[weight]), weight
+                assert not torch.equal(moved[weight], before[weight]), weight
+            parameters = [p for chunk in trainer.model_chunks for p in chunk.parameters()]
+            assert not any(hasattr(p, "main_grad") for p in parameters if not p.requires_grad)
+            assert numel_of(trainer) == sum(p.numel() for p in parameters if p.requires_grad) < numel_of(usual)
+            self.save(trainer, 0)
+            again = MegatronTrainer(self.arguments(case, load=str(saved / name), **options, **some))
+            assert again.start_rollout_id == 1
+            for each in (trainer, again):
+                self.train(each, case, 1, 2)
+            weights = gathering.weights(again)
+            assert all(torch.equal(weights[name], tensor) for name, tensor in gathering.weights(trainer).items())
+        with pytest.raises(BadInputError, match="--freeze-params-name-list lay3r: no parameter has that in its name"):
+            MegatronTrainer(self.arguments(case, freeze_params_name_list=["layers", "lay3r"]))
+        with pytest.raises(BadInputError, match=r"--freeze-params-name-list \.: rank 0 has nothing to train"):
+            MegatronTrainer(self.arguments(case, freeze_params_name_list=["."]))
+
+    def moving_reference(self) -> None:
+        """The reference becomes the actor after every second rollout, also of adapters, and after a resume."""
+        for name in ("grpo", "lora"):
+            case, saved = CASES[name], self.work / f"moving_{name}"
+            options = {"ref_update_interval": 2, "save": str(saved)}
+            trainer = MegatronTrainer(self.arguments(case, **options))
+            first = self.reference_of(trainer)
+            self.train(trainer, case, 0, 1)
+            assert same(self.reference_of(trainer), first)
+            self.train(trainer, case, 1, 2)
+            second = gathering.weights(trainer)
+            self.train(trainer, case, 2, 3)
+            assert same(self.reference_of(trainer), second)
+            assert not same(second, first)
+            self.save(trainer, 2)
+            expected = of_training(self.train(trainer, case, 3, 4))
+            again = MegatronTrainer(self.arguments(case, load=str(saved), **options))
+            assert same(self.reference_of(again), second)
+            assert of_training(self.train(again, case, 3, 4)) == expected
+            assert same(self.reference_of(again), gathering.weights(again))
+            again.go_back(str(saved / "iter_0000002"), None)
+            assert same(self.reference_of(again), second)
+            still = MegatronTrainer(self.arguments(case, **options | {"ref_update_interval": None}))
+            assert of_training(self.train(still, case, 0, 4))[-1]["train/kl_loss"] != expected[-1]["train/kl_loss"]
+
+    def reference_of(self, trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+        with trainer._actor.weights.switched("ref"):
+            return gathering.weights(trainer)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether all tensors are equal."""
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
 
 def of_training(steps: list[dict[str, float]]) -> list[dict[str, float]]:
     """Metrics but for times."""
@@ -383,6 +453,15 @@ def rates_of(learner: Any) -> list[dict[str, Any]]:
 def learners(trainer: MegatronTrainer) -> list[Any]:
     """The actor, and the critic if there is one."""
     return [learner for learner in (trainer._actor, trainer._critic) if learner is not None]
+
+
+def numel_of(trainer: MegatronTrainer) -> int:
+    """How many numbers the actor's optimizer moves, of this rank or, where they are shared out, of all."""
+    inner = [part.optimizer for part in parts_of(trainer._actor._optimizer)]
+    count = torch.tensor(sum(p.numel() for one in inner for group in one.param_groups for p in group["params"]))
+    if trainer.args.use_distributed_optimizer:
+        dist.all_reduce(count, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return int(count)
 
 
 def state_of(optimizer: Any) -> list[bytes]:

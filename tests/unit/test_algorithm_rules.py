@@ -45,6 +45,9 @@ DEFAULTS: dict[str, Any] = {
     "use_unbiased_kl": False,
     "kl_coef": 0.0,
     "entropy_coef": 0.0,
+    "ref_update_interval": None,
+    "only_train_params_name_list": None,
+    "freeze_params_name_list": None,
     "gamma": 1.0,
     "lambd": 1.0,
     "normalize_advantages": False,
@@ -166,6 +169,13 @@ def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> 
 --kl-loss-coef 0.1 -> --kl-loss-coef 0.1 has no effect without --use-kl-loss
 --use-unbiased-kl -> --use-unbiased-kl has no effect without --use-kl-loss
 --kl-coef 0.1 -> --kl-coef 0.1 needs --ref-load
+--ref-update-interval 2 -> --ref-update-interval 2 needs --use-kl-loss or --kl-coef, which have a reference
+--ref-update-interval 0 -> argument --ref-update-interval: must be at least 1
+--freeze-params-name-list mlp --only-train-params-name-list attention
+    -> --only-train-params-name-list attention and --freeze-params-name-list mlp exclude each other
+--freeze-params-name-list mlp --lora-rank 4
+    -> --freeze-params-name-list mlp and --lora-rank 4 do not go together: beside adapters, nothing is trained
+--only-train-params-name-list mlp layers.[0 -> --only-train-params-name-list layers.[0: it is no regular expression:
 --use-kl-loss -> --use-kl-loss needs --ref-load
 --loss-constant-length 5 --calculate-per-token-loss
     -> --loss-constant-length 5 and --calculate-per-token-loss exclude each other

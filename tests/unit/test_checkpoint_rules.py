@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.files.checkpoints import SavedModel
+from slime.files.checkpoints import SavedModel, rollouts_done
 from slime.files.exports import mark_export
 from slime.options.checks import checkpoint_rules
 from slime.options.checks.checkpoint_rules import starting_point
@@ -51,6 +51,13 @@ def directory(launch_directory: Path) -> Path:
 --load torch_dist --save ended -> go on with that run by --load {directory}/ended, or save to another
 --load converted --ref-load model -> --load converted holds weights to start from
 --ref-load bare -> --ref-load {directory}/bare: there are neither *.safetensors nor a checkpoint
+--ckpt-step 3 -> --ckpt-step 3 needs --load
+--load ended --ckpt-step 5 -> --ckpt-step 5: --load {directory}/ended has no iter_0000005, but iter_0000001, iter_
+--load ended --ckpt-step 1 --save ended -> --save {directory}/ended is --load, and its latest is iter_0000003, which
+--load model --ckpt-step 0 -> --ckpt-step 0: --load {directory}/model has no iter_0000000, but none$
+--load converted --ckpt-step 0 -> --ckpt-step 0: --load {directory}/converted has no iter_0000000, but none$
+--ref-ckpt-step 3 -> --ref-ckpt-step 3 needs --ref-load
+--ref-load ended --ref-ckpt-step 2 -> --ref-load {directory}/ended has no iter_0000002, but iter_0000001, iter_0000003$
 """
 )
 def test_what_is_no_checkpoint_and_no_place(fails: Fails, directory: Path, flags: Flags, message: str) -> None:
@@ -64,7 +71,8 @@ def test_what_is_no_checkpoint_and_no_place(fails: Fails, directory: Path, flags
     for name, step in (("of_adapters", "2"), ("foreign", "release")):
         write_checkpoint(directory / name, step, {"adapters": {"rank": 8, "alpha": 16.0, "target_modules": ["q_proj"]}})
     write_checkpoint(directory / "kept", "release", {})
-    write_checkpoint(directory / "ended", "3", {})
+    for step in ("1", "3"):
+        write_checkpoint(directory / "ended", step, {})
     write_checkpoint(directory / "gone", "4", {})
     (directory / "gone" / "iter_0000004").rename(directory / "gone" / "iter_0000003")
     (directory / "bare").mkdir()
@@ -267,3 +275,31 @@ def test_what_came_into_an_export_later_is_not_replaced(
         (directory / "hf" / "slime_export.json").write_text(damage)
     other = "model.safetensors" if damage is not None else "notes"
     assert f"other things in it than an earlier export ({other})" in fails("--save-hf hf")
+
+
+def test_a_run_goes_on_with_the_parameters_that_it_trained(directory: Path, parse: Parse, fails: Fails) -> None:
+    for name, trained in (("all", None), ("some", {"freeze_params_name_list": ["^embedding", "mlp"]})):
+        write_checkpoint(directory / name, "3", {"trained": trained})
+    frozen = "--freeze-params-name-list mlp ^embedding"
+    for words in ("--load all", f"--load some {frozen}"):
+        assert starting_point(parse(words)).startswith("training goes on from")
+    start = "has optimizer state of what its run trained, by"
+    assert f"{start} neither, and this run has {frozen.replace('mlp ^embedding', '^embedding mlp')}:" in fails(
+        f"--load all {frozen}"
+    )
+    for words, ours in (("", "neither"), ("--only-train-params-name-list mlp", "--only-train-params-name-list mlp")):
+        line = fails(f"--load some {words}")
+        assert f"{start} --freeze-params-name-list ^embedding mlp, and this run has {ours}: take the former" in line
+
+
+def test_the_chosen_checkpoint_is_read(directory: Path, parse: Parse) -> None:
+    for step in ("1", "3"):
+        write_checkpoint(directory / "ended", step, {"distributed_optimizer": True})
+    for words, step in (("", 3), ("--ckpt-step 1", 1), ("--ckpt-step 3 --save ended", 3)):
+        args = parse(f"--load ended {words}")
+        assert starting_point(args) == f"training goes on from {directory}/ended/iter_000000{step} (--load)"
+        assert rollouts_done(args.load, args.ckpt_step) == step + 1
+    args = parse("--ref-load ended --ref-ckpt-step 1")
+    assert args.ref_load == f"{directory}/ended/iter_0000001"
+    (directory / "ended" / "latest_checkpointed_iteration.txt").write_text("7")  # which was lost
+    assert parse("--load ended --ckpt-step 1").ckpt_step == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -208,3 +209,23 @@ def test_a_step_without_trained_tokens_says_so(caplog: pytest.LogCaptureFixture)
         "rollout 7, step 1 of 1, actor: no response has a trained token (every loss_mask is 0, or remove_sample is "
         "set): the step's loss and means are 0, and say nothing of the policy or of a mismatch"
     ]
+
+
+def test_the_distance_to_a_teacher(tmp_path: Path) -> None:
+    """It is logged and finite; on the first step it is nothing where the teacher is the student."""
+    name, of = "train/opd_reverse_kl", {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": str(tmp_path)}
+    places = {"hf_checkpoint": "/elsewhere", "ref_load": f"{tmp_path}/../{tmp_path.name}", "random_weights": False}
+    itself, another = options(**of, **places), options(**of, **places | {"ref_load": None})
+    step = GOOD | {"train/pg_loss": 0.1}
+    for first in (True, False):
+        for value in (math.nan, math.inf):
+            with pytest.raises(TrainingError, match=f"{name} is {value}, not a finite number"):
+                check_step(another, "here", step | {name: value}, is_first=first)
+        with pytest.raises(TrainingError, match=f"{name} is not logged"):
+            check_step(another, "here", step, is_first=first)
+        check_step(another, "here", step | {name: 0.7}, is_first=first)
+        check_step(itself, "here", step | {name: -1e-5}, is_first=first)
+    with pytest.raises(TrainingError, match=f"{name} is 2e-05, not within 1e-05 of 0 on the first step, whose teacher"):
+        check_step(itself, "here", step | {name: 2e-5}, is_first=True)
+    check_step(itself, "here", step | {name: 2e-5}, is_first=False)
+    check_step(options(ci_test=False, **of, **places), "here", step, is_first=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slime.data import Column, ColumnError, OptimizerStep, Ragged, Sample, TrainBatch
-from slime.data.columns import COLUMNS, from_samples, with_declared
+from slime.data.columns import COLUMNS, from_samples, top_columns, with_declared
 from slime.options.checks.hook_paths import columns_of
 from slime.options.errors import OptionError
 from slime.rollout.batches.train_data import to_columns
@@ -302,18 +302,24 @@ def test_nobody_in_between_names_a_column() -> None:
 
 def test_every_column_of_a_rollout_is_made() -> None:
     """By their names, in what `to_columns` builds for a run that wants all of them."""
-    args = make_args(keep_old_actor=True, save_debug_train_data="x", loss_type="policy_loss", opd_type="sglang")
+    wanted = {"keep_old_actor": True, "save_debug_train_data": "x", "loss_type": "policy_loss", "opd_type": "sglang"}
+    args, of_top = (make_args(**wanted, opd_top_k=count) for count in (0, 2))
+    top = top_columns(of_top)
     samples = make_samples(groups=1, per_group=2)
     for sample in samples:
         sample.rollout_log_probs = [-1.0] * sample.response_length
         sample.columns["teacher_log_probs"] = [-2.0] * sample.response_length
+        sample.columns |= {column.name: [[1, 2]] * sample.response_length for column in top}
         sample.weight_versions, sample.segment_starts = ["3"], [0]
         sample.segment_lengths = [sample.response_length]
-    built = to_columns(args, samples)
-    assert set(built.columns) == {column.name for column in COLUMNS if column.made_by != "trainer"}
+    columns = to_columns(args, samples).columns
+    likeliest = to_columns(of_top, samples).columns
+    assert likeliest.keys() - columns.keys() == {column.name for column in top}
+    assert set(columns) == {column.name for column in COLUMNS if column.made_by != "trainer"}
+    assert all(likeliest[column.name].values.shape[1:] == column.trailing == (2,) for column in top)
     for column in COLUMNS:
         if column.made_by != "trainer":
-            values = built.columns[column.name]
+            values = columns[column.name]
             assert (values.values if isinstance(values, Ragged) else values).dtype == column.dtype, column.name
             assert isinstance(values, Ragged) == (column.span != "row")
 

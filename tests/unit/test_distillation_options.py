@@ -33,23 +33,31 @@ def directory(launch_directory: Path) -> Path:
 --opd-teacher-load model -> --opd-teacher-load model has no effect without --use-opd
 {OPD} -> --opd-type megatron needs --opd-teacher-load
 {OPD} --opd-teacher-load /no/such -> --opd-teacher-load /no/such: there is no such directory
-{OPD} --opd-teacher-load model --opd-teacher-ckpt-step 3 -> --opd-teacher-ckpt-step 3: there are no checkpoints in
-{OPD} --opd-teacher-load saved --opd-teacher-ckpt-step 0 -> 0: --opd-teacher-load {{cwd}}/saved has no iter_0000000
+{OPD} --opd-teacher-load model --opd-teacher-ckpt-step 3 -> {{cwd}}/model has no iter_0000003, but none
+{OPD} --opd-teacher-load saved --opd-teacher-ckpt-step 0 -> /saved has no iter_0000000, but iter_0000004
 {OPD} --opd-teacher-load model --opd-kl-coef -1 -> argument --opd-kl-coef: must be at least 0
+{SERVED} {URL} --opd-top-k 65 -> --opd-top-k 65 does not go with --opd-type sglang, whose replies have so many ids
+--opd-top-k 5 -> --opd-top-k 5 has no effect without --use-opd
+{OPD} --opd-teacher-load model --opd-top-k 301 -> --opd-top-k 301 is more than --vocab-size 300
+{OPD} --opd-teacher-load model --opd-top-k 5 --loss-type custom_loss --custom-loss-function-path m.py -> is in the p
 {OPD} --opd-teacher-load model --lora-rank 4 -> --opd-type megatron and --lora-rank 4 do not go together
 {OPD} --opd-teacher-load model --loss-type sft_loss -> --use-opd has no effect with --loss-type sft_loss
 {SERVED} -> --opd-type sglang needs --rm-model-path, --rm-url or --sglang-config, whom to ask
 {SERVED} {URL} --opd-teacher-load model -> --opd-teacher-load model has no effect with --opd-type sglang, which asks a
 {SERVED} {URL} --rollout-temperature 0.7 -> at temperature 1 alone, as SGLang scores prompts, and --rollout-temperature
+{OPD} --opd-teacher-load deep -> of --hf-checkpoint {{cwd}}/model: in the trainers a teacher takes turns in
 {OPD} --opd-teacher-load wide -> --opd-teacher-load {{cwd}}/wide: model.embed_tokens.weight is [300, 128]
 """
 )
 def test_what_does_not_go_together(flags: Flags, message: str, fails: Fails, directory: Path) -> None:
+    (directory / "m.py").write_text("def loss_function(args, batch, logits, sum_of_sample_mean): ...\n")
     wide = directory / "wide"
     wide.mkdir()
     for file in (directory / "model").iterdir():
         (wide / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(directory / "model", directory / "deep")
     config = json.loads((wide / "config.json").read_text())
+    (directory / "deep" / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0, "num_attention_heads": 2}))
     (wide / "config.json").write_text(json.dumps(config | {"hidden_size": 96}))
     assert message.replace("{cwd}", str(directory)) in fails(*flags)
 

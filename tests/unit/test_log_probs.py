@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from slime.training.loss.log_probs import token_terms
+from tests.rank_threads import Ranks
 
 NUM_GPUS = 0
 VOCAB, HIDDEN = 29, 11
@@ -132,49 +131,22 @@ def test_impossible_chunk_size(chunk_size: int) -> None:
         Case(3, VOCAB, 1.0).got(chunk_size=chunk_size)
 
 
-class _Ranks:
-    """A group of threads: as much of a process group as vocabulary parallelism uses."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier, self.slots, self.local = threading.Barrier(size), [torch.empty(0)] * size, threading.local()
-
-    def rank(self) -> int:
-        return self.local.rank
-
-    def size(self) -> int:
-        return len(self.slots)
-
-    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
-        self.slots[self.rank()] = tensor.clone()
-        self.barrier.wait()
-        every = torch.stack(self.slots)
-        self.barrier.wait()
-        tensor.copy_(every.amax(0) if op == dist.ReduceOp.MAX else every.sum(0))
-
-
 @pytest.mark.parametrize("chunk_size", [None, 9])
 @pytest.mark.parametrize(("ranks", "width"), [(2, 15), (4, 8), (3, 15)], ids=["even", "padded", "last-all-padding"])
 def test_split_vocabulary(ranks: int, width: int, chunk_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = _Ranks(ranks)
-    monkeypatch.setattr(dist, "all_reduce", group.all_reduce)
+    group = Ranks(ranks, monkeypatch)
     case = Case(37, ranks * width, 0.7)
     with torch.no_grad():
         case.weight[:width] *= 3  # so that the ranks' largest logits are far apart
     want_values, (want_hidden, want_weight) = case.expected()
-    results: list[Any] = [None] * ranks
 
-    def work(rank: int) -> None:
-        group.local.rank = rank
+    def work(rank: int) -> Any:
         hidden = case.hidden.detach().requires_grad_()
         shard = case.weight.detach()[rank * width : (rank + 1) * width].clone().requires_grad_()
         options = {**case.options, "group": group, "chunk_size": chunk_size, "wants_entropy_gradient": True}
-        results[rank] = case.close(token_terms(hidden, shard, case.labels, **options), hidden, shard)
+        return case.close(token_terms(hidden, shard, case.labels, **options), hidden, shard)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    results = group.run(work)
     for values, _ in results:
         assert_close(values, want_values, 2e-5)
     parts, shards = zip(*(gradients for _, gradients in results), strict=True)

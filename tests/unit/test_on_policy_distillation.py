@@ -20,6 +20,7 @@ SERVED = {"actor": ("10.0.0.1", 1), "reward": ("10.0.0.2", 2)}
 def arguments(**options: Any) -> Namespace:
     usual = {
         "opd_type": "sglang",
+        "opd_top_k": 0,
         "rm_url": None,
         "rm_type": None,
         "sglang_model_routers": SERVED,
@@ -93,6 +94,24 @@ def test_the_teachers_log_probs_and_the_reward_of_the_task(
     (asked,) = teacher.asked
     assert asked["sampling_params"]["max_new_tokens"] == 0
     assert (asked["input_ids"], asked["return_logprob"], asked["logprob_start_len"]) == ([5, 6, 7, 8], True, 1)
+
+
+def test_the_likeliest_ids_of_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    top = [None, [[-0.1, 4, None], [-2.5, 9, None]], [[-0.5, 8, None], [-1.0, 0, None]]]
+    answers = Teacher(input_top_logprobs=top)
+    monkeypatch.setattr(opd, "post", answers)
+    scored = sample()
+    asyncio.run(opd.reward_func(arguments(opd_top_k=2), scored))
+    assert answers.asked[0]["top_logprobs_num"] == 2
+    assert scored.columns.keys() == {"teacher_top_ids", "teacher_top_log_probs"}
+    assert scored.columns["teacher_top_ids"].tolist() == [[4, 9], [8, 0]]
+    assert np.allclose(scored.columns["teacher_top_log_probs"], [[-0.1, -2.5], [-0.5, -1.0]])
+    monkeypatch.setattr(opd, "post", Teacher(input_top_logprobs=[*top[:2], top[2][:1]]))
+    with pytest.raises(BadInputError, match=r"is no SGLang server|did not give the 2 likeliest ids of every response"):
+        asyncio.run(opd.reward_func(arguments(opd_top_k=2), sample()))
+    monkeypatch.setattr(opd, "post", Teacher(input_top_logprobs=top))
+    with pytest.raises(BadInputError, match=r"did not give the 3 likeliest ids .* sample 3, but .* shape \[2, 2\]"):
+        asyncio.run(opd.reward_func(arguments(opd_top_k=3), sample()))
 
 
 def test_sglang_calls_the_last_id_of_the_vocabulary_0(monkeypatch: pytest.MonkeyPatch) -> None:

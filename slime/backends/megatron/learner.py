@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from slime.backends.megatron import model_hooks
+from slime.backends.megatron.frozen import freeze
 from slime.backends.megatron.layers.mtp import embedding_at_hand, heads_loss
 from slime.backends.megatron.model import build_model, head_weight, wrap
 from slime.backends.megatron.optimizer import (
@@ -31,6 +32,7 @@ from slime.backends.megatron.optimizer import (
 from slime.backends.megatron.replay import Routing, RoutingReplay
 from slime.backends.megatron.weights import checkpoint, weights_io
 from slime.files.model_directory import stored_weights
+from slime.options.learning.algorithm import trained_names
 from slime.training.bad_steps import BAD_STEPS, leave_out
 from slime.training.checks import check_finite
 from slime.training.memory.sleep import SleepingTensors
@@ -82,6 +84,8 @@ class MegatronLearner:
             load_weights(self.model_chunks, source)
         if adapt:
             adapt(self.model_chunks)
+        freeze(args, self.model_chunks, is_critic=role == "critic")
+        self._saves_reference = keeps_reference and args.ref_update_interval is not None
         if keeps_reference:
             self.weights.keep(REFERENCE)
         if role == "actor" and args.opd_type == "megatron":
@@ -93,7 +97,7 @@ class MegatronLearner:
         self._scheduler = make_scheduler(args, self._optimizer)
         self._connect_schedule()
         if resume_from is not None:
-            checkpoint.load_state(resume_from, self.model_chunks, self._optimizer, self._scheduler)
+            self._load(resume_from)
         self._sleeping_weights = SleepingTensors(self.weights.on_device, keep=True)
         self._sleeping_gradients = SleepingTensors(partial(gradient_buffers, self.chunks), keep=False)
         self._sleeping_state = SleepingTensors(self._optimizer_state, keep=True)
@@ -127,11 +131,24 @@ class MegatronLearner:
 
     def save(self, directory: str) -> None:
         device.wait_side_stream()
-        checkpoint.save_state(directory, self.model_chunks, self._optimizer, self._scheduler)
+        checkpoint.save_state(directory, self.model_chunks, self._optimizer, self._scheduler, trained_names(self.args))
+        if self._saves_reference:
+            with self.weights.switched(REFERENCE):
+                checkpoint.save_weights(Path(directory, REFERENCE), self.model_chunks)
 
     def load(self, directory: str) -> None:
         device.wait_side_stream()
+        self._load(Path(directory))
+
+    def renew_reference(self) -> None:
+        self.weights.keep(REFERENCE)
+
+    def _load(self, directory: Path) -> None:
         checkpoint.load_state(directory, self.model_chunks, self._optimizer, self._scheduler)
+        reference = directory / REFERENCE
+        if self.weights.has(REFERENCE) and reference.is_dir():
+            self._saves_reference = True  # it is no longer that of --ref-load
+            self.weights.keep_loaded(REFERENCE, partial(checkpoint.load_weights, reference, self.model_chunks))
 
     # ---- passes over micro-batches
 

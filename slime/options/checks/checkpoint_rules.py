@@ -10,6 +10,7 @@ from pathlib import Path
 from slime.files.checkpoints import (
     LATEST,
     SavedModel,
+    chosen_checkpoint,
     find_checkpoint,
     has_checkpoint,
     is_release,
@@ -22,6 +23,7 @@ from slime.files.model_directory import has_weights
 from slime.files.storage import why_no_directory
 from slime.options.errors import OptionError, naming
 from slime.options.flags.schema import flag_named
+from slime.options.learning.algorithm import PARAMETER_LISTS, trained_names
 from slime.options.lora import Modules, check_adapters, described
 from slime.options.mtp import check_saved_heads
 
@@ -40,7 +42,8 @@ def load_release(args: Namespace, warnings: list[str]) -> None:
     Sets ``args.ref_load_flag``, by which the user gave them, or None.
     """
     args.ref_load_flag = None if args.ref_load is None else "--ref-load"
-    if args.load is None or args.debug_rollout_only or not is_release(os.path.expanduser(args.load)):
+    chosen = args.ckpt_step is not None
+    if args.load is None or args.debug_rollout_only or chosen or not is_release(os.path.expanduser(args.load)):
         return
     if args.ref_load is not None and not same_place(args.ref_load, args.load):
         raise OptionError(
@@ -71,6 +74,9 @@ def derive_checkpoints(args: Namespace) -> SavedModel | None:
             raise OptionError(f"{flag_named(name)} {path}: {why}")
     if args.placement == "rollout_only":
         return None
+    if args.ref_load is not None and args.ref_ckpt_step is not None:
+        with naming(f"--ref-ckpt-step {args.ref_ckpt_step}: --ref-load", FileNotFoundError):
+            args.ref_load = str(chosen_checkpoint(args.ref_load, args.ref_ckpt_step))
     if args.save and not same_place(args.load, args.save) and has_checkpoint(args.save) and not is_release(args.save):
         # It would begin their numbers anew, overwrite some and call its own the latest.
         raise OptionError(
@@ -90,7 +96,7 @@ def starting_point(args: Namespace) -> str:
     """The line that says which weights a run's trainers begin with; empty where there are none."""
     if args.placement == "rollout_only":
         return ""
-    found = find_checkpoint(args.load) if args.load else None
+    found = find_checkpoint(args.load, args.ckpt_step) if args.load else None
     if found is not None:
         return f"training goes on from {found[0]} (--load)"
     first = f"there is no checkpoint in --load {args.load} yet: " if args.load else ""
@@ -102,7 +108,7 @@ def starting_point(args: Namespace) -> str:
 
 
 def _resumed(args: Namespace, directory: Path) -> SavedModel | None:
-    latest = _latest("--load", directory)
+    latest = _chosen(args, directory) if args.ckpt_step is not None else _latest("--load", directory)
     if latest is None:
         _check_empty(args, directory)
         return None
@@ -115,7 +121,30 @@ def _resumed(args: Namespace, directory: Path) -> SavedModel | None:
             f"to start from its weights name it by --ref-load {directory}, not by --load, and save elsewhere"
         )
     check_saved_heads(f"--load {latest}", resumed.heads, args.enable_mtp_training)
+    if (own := trained_names(args)) != resumed.trained:
+        theirs, ours = (" ".join(_shown(names)) or "neither" for names in (resumed.trained, own))
+        raise OptionError(
+            f"--load {latest} has optimizer state of what its run trained, by {theirs}, and this run has {ours}: take "
+            "the former, or start from its weights alone by --ref-load"
+        )
     return resumed
+
+
+def _shown(trained: dict[str, list[str]]) -> list[str]:
+    return [" ".join([PARAMETER_LISTS[name], *patterns]) for name, patterns in trained.items()]
+
+
+def _chosen(args: Namespace, directory: Path) -> Path:
+    """The checkpoint of ``--ckpt-step``; OptionError where the run would write among later ones of its directory."""
+    with naming(f"--ckpt-step {args.ckpt_step}: --load", FileNotFoundError):
+        chosen = chosen_checkpoint(directory, args.ckpt_step)
+    latest = _latest("--load", directory) if same_place(directory, args.save) else None
+    if latest is not None and latest.name != chosen.name:
+        raise OptionError(
+            f"--ckpt-step {args.ckpt_step}: --save {args.save} is --load, and its latest is {latest.name}, which the "
+            "run would begin anew beside: save to another directory"
+        )
+    return chosen
 
 
 def _check_empty(args: Namespace, directory: Path) -> None:

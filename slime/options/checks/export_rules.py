@@ -26,7 +26,7 @@ def check_exports(args: Namespace) -> None:
     paths = {name: path for name in EXPORTS if (path := getattr(args, name)) is not None}
     if not paths or args.placement == "rollout_only":
         return
-    first = rollouts_done(args.load) if args.start_rollout_id is None else args.start_rollout_id
+    first = rollouts_done(args.load, args.ckpt_step) if args.start_rollout_id is None else args.start_rollout_id
     for name, path in paths.items():
         flag, parts = flag_named(name), _parts(path)
         taken = re.compile("".join("[^/]*" if part is None else re.escape(part) for part in parts))

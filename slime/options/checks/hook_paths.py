@@ -72,11 +72,11 @@ def _check_model_inputs(args: Namespace) -> None:
 
 def columns_of(args: Namespace) -> tuple[Column, ...]:
     """The columns of a run with these options: slime's own, and those that modules of the user's functions declare."""
-    from slime.data.columns import with_declared
+    from slime.data.columns import top_columns, with_declared
     from slime.data.routes import route_columns
 
     declared = (column for source in args.column_modules for column in getattr(load_module(source), _DECLARED))
-    return with_declared(declared, route_columns(args))
+    return with_declared(declared, (*route_columns(args), *top_columns(args)))
 
 
 def _loaded(path: str, where: str, names: Sequence[str], calls: tuple[Call, ...]) -> str:

@@ -15,6 +15,7 @@ RULES = (
     Rule("num_attention_heads", "is not a multiple of", "tensor_model_parallel_size"),
     Rule("num_query_groups", "is not a multiple of", "tensor_model_parallel_size", when="group_query_attention"),
     Rule("padded_vocab_size", "is less than", "vocab_size"),
+    Rule("opd_top_k", "is more than", "vocab_size"),
     Rule("padded_vocab_size", "is not a multiple of", "tensor_model_parallel_size"),
     Rule("expert_model_parallel_size>1", "has no effect: the model has no experts", when="!num_experts"),
     Rule("num_experts", "is not a multiple of", "expert_model_parallel_size"),

@@ -59,8 +59,8 @@ REPLACED_PREFIXES: dict[str, str] = {
 _NOTHING = "nothing replaces it"
 NOT_YET: dict[str, str] = {
     _NOTHING: """
-        --freeze-params-name-list --load-forge-rollout-data --megatron-config-path --multimodal-keys
-        --only-train-params-name-list --ref-update-interval --release-train --reset-optimizer-states
+        --load-forge-rollout-data --megatron-config-path --multimodal-keys
+        --release-train --reset-optimizer-states
         --rollout-task-type --update-weight-delta-checksum --update-weight-delta-encoding
         --use-stateless-adam""",
     "a --rollout-function-path of your own may ask a server": "--fetch-trajectory-retry-times --rollout-buffer-url",
@@ -70,7 +70,6 @@ NOT_YET: dict[str, str] = {
         --freeze-indexer --megatron-deepgemm-forward-layers --megatron-deepgemm-forward-modules
         --megatron-deepgemm-moe-forward-layers --megatron-deepgemm-moe-forward-modules --qwen-gdn-backend""",
     "use --global-batch-size or --num-steps-per-rollout": "--use-dynamic-global-batch-size",
-    "write its number into latest_checkpointed_iteration.txt of that directory": "--ckpt-step --ref-ckpt-step",
     "drop it: a checkpoint has the optimizer's state; --save-hf writes weights alone": "--no-save-optim",
     "drop it: metrics.jsonl has train/grad_norm": "--ci-load-grad-norm --ci-save-grad-norm",
     "use --profile-target": """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from argparse import Namespace
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -26,6 +27,11 @@ BASELINES = {
 DIVIDED_BY_STD = ("grpo", "gspo", "cispo")
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Estimators whose definition has the advantages whitened."""
+PARAMETER_LISTS = {
+    "only_train_params_name_list": "--only-train-params-name-list",
+    "freeze_params_name_list": "--freeze-params-name-list",
+}
+"""Options that say by names which parameters are trained."""
 
 
 @dataclass
@@ -100,6 +106,15 @@ class AlgorithmOptions:
         ": the reduction of the policy loss's tokens.",
         ("get_pg_loss_reducer", "pg_loss_reducer"),
     )
+    ref_update_interval: int | None = option(
+        None, "After every so many rollouts, the reference model becomes the actor as it is then.", at_least=1
+    )
+    only_train_params_name_list: list[str] | None = option(
+        None, "Regular expressions: parameters with one of them in their Megatron name are trained, and no others."
+    )
+    freeze_params_name_list: list[str] | None = option(
+        None, "Regular expressions: parameters with one of them in their Megatron name are not trained."
+    )
     enable_mtp_training: bool = option(
         False,
         "Train the multi-token prediction (MTP) heads too, --mtp-num-layers of them (default: what config.json "
@@ -166,6 +181,9 @@ class CriticOptions:
 RULES = (
     Rule("kl_loss_coef use_unbiased_kl", "has no effect without", "use_kl_loss"),
     Rule("kl_loss_coef kl_coef entropy_coef", "has no effect with", "loss_type=sft_loss", ": drop it"),
+    Rule("ref_update_interval", "needs", "use_kl_loss kl_coef", ", which have a reference"),
+    Rule("only_train_params_name_list", "and", "freeze_params_name_list", " exclude each other"),
+    Rule(" ".join(PARAMETER_LISTS), "and", "lora_rank", " do not go together: beside adapters, nothing is trained"),
     Rule("loss_constant_length", "and", "calculate_per_token_loss", " exclude each other"),
     Rule("loss_type=custom_loss", "needs", "custom_loss_function_path"),
     Rule("custom_loss_function_path", "has no effect without", "loss_type=custom_loss"),
@@ -260,6 +278,7 @@ def derive_algorithm(args: Namespace) -> None:
     args.reward_std = args.advantage_estimator in DIVIDED_BY_STD and not args.disable_grpo_std_normalization
     args.needs_reference = args.loss_type != "sft_loss" and (args.use_kl_loss or args.kl_coef > 0)
     args.critic_source = None
+    _check_patterns(args)
     check(args, RULES)
     if args.use_critic:
         _derive_critic(args)
@@ -267,6 +286,20 @@ def derive_algorithm(args: Namespace) -> None:
         args.disable_compute_advantages_and_returns = True
         if args.rollout_function_path == DEFAULT_ROLLOUT:
             args.rollout_function_path = SFT_ROLLOUT
+
+
+def _check_patterns(args: Namespace) -> None:
+    for name, flag in PARAMETER_LISTS.items():
+        for pattern in getattr(args, name) or ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise OptionError(f"{flag} {pattern}: it is no regular expression: {error}") from error
+
+
+def trained_names(args: Namespace) -> dict[str, list[str]]:
+    """What a checkpoint says of the parameters that its run trained: the options that were given; {} is all."""
+    return {name: sorted(patterns) for name in PARAMETER_LISTS if (patterns := getattr(args, name))}
 
 
 def _derive_critic(args: Namespace) -> None:

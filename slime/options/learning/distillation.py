@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from slime.files.checkpoints import checkpoint_directory, has_checkpoint
-from slime.options.errors import OptionError
+from slime.files.checkpoints import chosen_checkpoint
+from slime.options.errors import OptionError, naming
 from slime.options.flags.schema import option
 from slime.options.rules import Rule
 
 TEACHER_FLAG = "--opd-teacher-load"
+MOST_SERVED = 64
+"""Of ``--opd-top-k`` with a server: its answer then is some 3 kB a token."""
 REWARD_PATH = "slime.rollout.on_policy_distillation.reward_func"
 """The ``--custom-rm-path`` that asks a server, and needs no ``--rm-type``."""
 
@@ -34,6 +36,12 @@ class DistillationOptions:
         "server: that of --rm-model-path, of a model 'teacher' in --sglang-config, or at --rm-url.",
     )
     opd_kl_coef: float = option(1.0, "Weight of the distillation beside the rewards; 0 only measures it.", at_least=0)
+    opd_top_k: int = option(
+        0,
+        "Add the KL divergence to the teacher to the loss, over its N likeliest ids of each token and all others as "
+        "one; 0: that of the sampled token, in the advantages.",
+        at_least=0,
+    )
     opd_teacher_load: str | None = option(
         None,
         "The teacher of --opd-type megatron, a Hugging Face or torch_dist directory of the same architecture as the "
@@ -46,7 +54,9 @@ class DistillationOptions:
 
 RULES = (
     Rule("use_opd", "needs", "opd_type"),
-    Rule("@opd_type @opd_kl_coef @opd_teacher_load @opd_teacher_ckpt_step", "has no effect without", "use_opd"),
+    Rule(
+        "@opd_top_k @opd_type @opd_kl_coef @opd_teacher_load @opd_teacher_ckpt_step", "has no effect without", "use_opd"
+    ),
     Rule("opd_type=megatron", "needs", "opd_teacher_load", when="placement!=rollout_only"),
     Rule("@opd_teacher_ckpt_step", "needs", "opd_teacher_load"),
     Rule("opd_teacher_load", "has no effect with", "opd_type=sglang", ", which asks a server"),
@@ -70,6 +80,13 @@ RULES = (
         ", which leaves no advantages: drop it",
     ),
     Rule(
+        f"opd_top_k>{MOST_SERVED}",
+        "does not go with",
+        "opd_type=sglang",
+        f", whose replies have so many ids for each token, as text: take {MOST_SERVED} at most, or --opd-type megatron",
+    ),
+    Rule("opd_top_k", "is in the policy loss, and not in", "loss_type=custom_loss"),
+    Rule(
         "opd_type=megatron",
         "and",
         "lora_rank",
@@ -92,14 +109,9 @@ def derive_distillation(args: Namespace) -> None:
     directory = os.path.abspath(os.path.expanduser(args.opd_teacher_load))
     if not os.path.isdir(directory):
         raise OptionError(f"{TEACHER_FLAG} {directory}: there is no such directory")
-    step = args.opd_teacher_ckpt_step
-    if step is not None:
-        if not has_checkpoint(directory):
-            raise OptionError(f"--opd-teacher-ckpt-step {step}: there are no checkpoints in {TEACHER_FLAG} {directory}")
-        chosen = checkpoint_directory(directory, step)
-        if not chosen.is_dir():
-            raise OptionError(f"--opd-teacher-ckpt-step {step}: {TEACHER_FLAG} {directory} has no {chosen.name}")
-        directory = str(chosen)
+    if args.opd_teacher_ckpt_step is not None:
+        with naming(f"--opd-teacher-ckpt-step {args.opd_teacher_ckpt_step}: {TEACHER_FLAG}", FileNotFoundError):
+            directory = str(chosen_checkpoint(directory, args.opd_teacher_ckpt_step))
     args.opd_teacher_load = directory
 
 

@@ -103,7 +103,7 @@ def set_advantages(
         advantages, returns = _custom(args, micro_batches, inputs)
     else:
         advantages, returns = ESTIMATORS[args.advantage_estimator](args, inputs)
-    if args.use_opd:
+    if args.use_opd and not args.opd_top_k:  # which is in the loss
         advantages = distilled(advantages, inputs.mask, _reverse_kl(args, micro_batches, padded), args.opd_kl_coef)
     if args.normalize_advantages:
         sums = whitening_sums(advantages, inputs.mask)

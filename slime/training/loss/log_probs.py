@@ -80,7 +80,7 @@ class _TokenTerms(torch.autograd.Function):
         chunk_size: int | None,
     ) -> tuple[Tensor, Tensor]:
         sums = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
-        for part in _chunks(len(hidden), chunk_size):
+        for part in chunks(len(hidden), chunk_size):
             logits = _logits(hidden[part], weight[:columns])
             sums[:, part] = device.fused(_local_sums)(logits, column[part], temperature)
             del logits  # before the next chunk's
@@ -98,14 +98,14 @@ class _TokenTerms(torch.autograd.Function):
         hidden, weight, column, highest, total, mean = ctx.saved_tensors
         if of_log_prob is None:
             of_log_prob = torch.zeros_like(total)
-        chunks = list(_chunks(len(hidden), ctx.chunk_size))
+        parts = list(chunks(len(hidden), ctx.chunk_size))
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.empty_like(hidden) if wants_hidden else None
         # Many chunks are summed in float32; of a single one there is nothing to sum.
-        sum_type = torch.float32 if len(chunks) > 1 else weight.dtype
+        sum_type = torch.float32 if len(parts) > 1 else weight.dtype
         weight_grad = torch.zeros_like(weight, dtype=sum_type) if wants_weight else None
         rows = weight[: ctx.columns]
-        for part in chunks:
+        for part in parts:
             grad = device.fused(_logits_grad)(
                 _logits(hidden[part], rows),
                 column[part],
@@ -117,12 +117,13 @@ class _TokenTerms(torch.autograd.Function):
             if hidden_grad is not None:
                 hidden_grad[part] = grad @ rows
             if weight_grad is not None:
-                _add_product(weight_grad[: ctx.columns], grad.t(), hidden[part])
+                add_product(weight_grad[: ctx.columns], grad.t(), hidden[part])
             del grad  # before the next chunk's logits
         return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None, None, None
 
 
-def _chunks(tokens: int, chunk_size: int | None) -> Iterator[slice]:
+def chunks(tokens: int, chunk_size: int | None) -> Iterator[slice]:
+    """The stream in parts of ``chunk_size`` tokens; of None, all at once."""
     for start in range(0, tokens, chunk_size or max(tokens, 1)):
         yield slice(start, min(start + chunk_size, tokens) if chunk_size else tokens)
 
@@ -132,6 +133,11 @@ def _logits(hidden: Tensor, rows: Tensor) -> Tensor:
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, rows.t(), out_dtype=torch.float32)
     return (hidden @ rows.t()).float()
+
+
+def scaled_logits(hidden: Tensor, rows: Tensor, temperature: float) -> Tensor:
+    """float32 [tokens, rows], divided by the temperature."""
+    return _logits(hidden, rows).div_(temperature)
 
 
 def _local_sums(logits: Tensor, column: Tensor, temperature: float) -> Tensor:
@@ -183,7 +189,7 @@ def _logits_grad(
     return grad.add_(torch.where(at_label, g[:, None], 0.0)).div_(temperature).to(dtype)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """``total += left @ right``, in place; on a CPU a 16-bit product is rounded before it is added in float32."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)

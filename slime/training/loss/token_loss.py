@@ -100,8 +100,16 @@ def _add_reference(args: Namespace, batch: MicroBatch, log_probs: Tensor, log_ra
     result.terms["train/kl_loss"] = kl
 
 
+def add_distillation(args: Namespace, result: TokenLoss, divergence: Tensor) -> None:
+    """Add the divergence from a teacher, [T] with gradient, to the loss, and report it."""
+    if args.opd_kl_coef != 0:
+        result.loss = result.loss + args.opd_kl_coef * divergence
+    result.means["train/opd_reverse_kl"] = divergence
+
+
 def _add_mismatch(batch: MicroBatch, trainer: Tensor, result: TokenLoss) -> None:
-    """How far the trainer's log-probs are from the engine's, for the same tokens."""
+    """How far the trainer's log-probs are from the engine's, for the same tokens; and, of ``--use-opd``, from the
+    teacher's."""
     if batch.opd_reverse_kl is not None:
         result.means["train/opd_reverse_kl"] = batch.opd_reverse_kl
     if batch.rollout_log_probs is None:

@@ -38,6 +38,10 @@ class WeightSets:
         for copy, tensor in zip(self._copies[name], self._differing(), strict=True):
             copy.copy_(tensor)
 
+    def has(self, name: str) -> bool:
+        """Whether there is a set of that name."""
+        return name in (self.current, *self._copies)
+
     def keep_loaded(self, name: str, load: Callable[[], None]) -> None:
         """Keep, as ``name``, what ``load`` puts into the model, which has its own set again afterwards."""
         own = self.current

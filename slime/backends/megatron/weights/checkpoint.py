@@ -19,6 +19,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.backends.megatron import lora, patches
+from slime.backends.megatron.frozen import is_partly_frozen
 from slime.backends.megatron.model import has_heads
 from slime.backends.megatron.optimizer import parts_of
 from slime.backends.megatron.weights import lora_base
@@ -37,11 +38,15 @@ def save_state(
     model_chunks: Sequence[Any],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
+    trained: dict[str, list[str]] | None = None,
 ) -> None:
-    """Write model, optimizer, scheduler and random state of all ranks into an empty directory; collective."""
+    """Write model, optimizer, scheduler and random state of all ranks into an empty directory, and by which options
+    only some parameters are trained; collective."""
     patches.prepare_save()
     state = model_state(model_chunks)
-    state["optimizer"] = _with_parts_of_other_stages(optimizer, _optimizer_state(optimizer, state))
+    state["optimizer"] = _with_parts_of_other_stages(
+        optimizer, _optimizer_state(optimizer, _named(model_chunks, state))
+    )
     state["scheduler"] = scheduler.state_dict()
     state["rng_state"] = _sharded_rng_state()
     state["layout"] = _layout()
@@ -50,7 +55,20 @@ def save_state(
     state["adapters"] = lora.described(model_chunks)
     state["base"] = lora_base.recorded(model_chunks)
     state["heads"] = has_heads(model_chunks)
+    state["trained"] = trained or {}
     dist_checkpointing.save(state, directory)
+
+
+def save_weights(directory: Path, model_chunks: Sequence[Any]) -> None:
+    """Write the weights alone that the model holds, or its adapters, into a new directory; collective."""
+    directory.mkdir(exist_ok=True)  # by whoever is first: all ranks have one file system
+    dist.barrier()
+    dist_checkpointing.save(model_state(model_chunks), str(directory))
+
+
+def load_weights(directory: Path, model_chunks: Sequence[Any]) -> None:
+    """Read what `save_weights` has written of this model; collective."""
+    _put_model(dist_checkpointing.load(model_state(model_chunks), str(directory)), model_chunks)
 
 
 def load_model(directory: str | Path, model_chunks: Sequence[Any]) -> None:
@@ -98,7 +116,7 @@ def load_state(
         present = dist_checkpointing.load_tensors_metadata(str(directory))
         check_torch_dist(directory, present, model_state(model_chunks), model_chunks)
     state = model_state(model_chunks)
-    state["optimizer"] = _optimizer_state(optimizer, state, is_loading=True)
+    state["optimizer"] = _optimizer_state(optimizer, _named(model_chunks, state), is_loading=True)
     for _, of_part in _undistributed(optimizer, state["optimizer"]):
         del of_part["param_groups"]  # the checkpoint may have another number of them, which is an error
     same_layout = saved["layout"] == _layout()
@@ -134,17 +152,23 @@ def _chunk_key(model_chunks: Sequence[Any], i: int) -> str:
     return f"model{i}" if len(model_chunks) > 1 else "model"
 
 
-def model_state(model_chunks: Sequence[Any]) -> dict[str, Any]:
+def model_state(model_chunks: Sequence[Any], **more: Any) -> dict[str, Any]:
     """What is stored of the weights: megatron-core's sharded tensors, by pipeline chunk and name.
 
     Of a model with adapters these alone: what is frozen is where it came from.
     """
     return {
-        _chunk_key(model_chunks, i): chunk.sharded_state_dict(metadata=_metadata())
+        _chunk_key(model_chunks, i): chunk.sharded_state_dict(metadata=_metadata() | more)
         if lora.described(model_chunks) is None
         else lora.sharded_state(chunk)
         for i, chunk in enumerate(model_chunks)
     }
+
+
+def _named(model_chunks: Sequence[Any], state: dict[str, Any]) -> dict[str, Any]:
+    """By which names the optimizer's state is stored: those of `model_state`, where layers share one; with frozen
+    parameters each layer has its own, as there would be gaps in one."""
+    return model_state(model_chunks, non_homogeneous_layers=True) if is_partly_frozen(model_chunks) else state
 
 
 def _check_heads(directory: str | Path, found: bool, wanted: bool) -> None:
