@@ -41,6 +41,7 @@ def engine_args(hf_checkpoint: Path, run_dir: Path, **changes: Any) -> argparse.
         "pushes_float8": False,
         "worker_type": "regular",
         "keeps_weights": False,
+        "returns_routes": False,
     }
     assert set(changes) <= set(values), set(changes) - set(values)
     return argparse.Namespace(**(values | changes))
