@@ -12,6 +12,7 @@ from slime.options.hooks import HookOptions
 from slime.options.learning.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions, derive_algorithm
 from slime.options.learning.distillation import DistillationOptions
 from slime.options.learning.routing import RoutingOptions
+from slime.options.learning.same_kernels import SameKernelsOptions
 from slime.options.lora import LoraOptions
 
 _OTHERS: dict[str, Any] = {
@@ -33,7 +34,7 @@ _OTHERS: dict[str, Any] = {
 def algorithm_options(**options: Any) -> Namespace:
     """Defaults, ``options`` over them, and what follows from both."""
     groups = (AlgorithmOptions, AsyncOptions, CorrectionOptions, CriticOptions, DebugOptions, DistillationOptions)
-    groups += (HookOptions, LoraOptions, RoutingOptions)
+    groups += (HookOptions, LoraOptions, RoutingOptions, SameKernelsOptions)
     defaults = {field.name: field.default for group in groups for field in fields(group)}
     args = Namespace(**{**defaults, **_OTHERS, **options})
     derive_algorithm(args)

@@ -40,6 +40,7 @@ from slime.options.hooks import HookOptions
 from slime.options.learning.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions
 from slime.options.learning.distillation import DistillationOptions, check_teachers_tokenizer
 from slime.options.learning.routing import RoutingOptions, check_routing
+from slime.options.learning.same_kernels import SameKernelsOptions
 from slime.options.lora import LoraOptions, settle_lora_sync
 from slime.options.mtp import check_heads_training
 from slime.options.rollout import EngineOptions, RewardOptions, RolloutOptions
@@ -71,6 +72,7 @@ GROUPS: tuple[type, ...] = (
     CriticOptions,
     DistillationOptions,
     RoutingOptions,
+    SameKernelsOptions,
     LoraOptions,
     HookOptions,
     CheckpointOptions,

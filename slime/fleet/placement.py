@@ -215,6 +215,8 @@ def _release(slots: list[Slot]) -> None:
 def _check_precision(args: argparse.Namespace, fleet: Fleet) -> None:
     """Raise InputError for engines that would compute in float32 on GPUs by kernels that are not made for it: they
     would start, and die at their first request."""
+    if args.true_on_policy_mode:
+        raise InputError("placement: --true-on-policy-mode is for hosts without GPUs as yet: drop it")
     for spec in fleet.engines:
         flags = spec.sglang_flags
         dtype = last_value(flags, "--dtype") or args.params_dtype

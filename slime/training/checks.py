@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 _DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 _DISTANCE = "train/opd_reverse_kl"
+_NEARLY_THE_SAME = (1e-6, 5e-6)
+"""How far log-probs in true on-policy mode may be apart, in the mean and at most, where kernels are not the same."""
 _OF_ITSELF = 1e-5
 """How far a student may be from a teacher that is itself."""
 
@@ -49,6 +51,8 @@ def check_step(
             "loss and means are 0, and say nothing of the policy or of a mismatch"
         )
     _check_mismatch(args, where, metrics.get(_DIFFERENCE, 0.0))
+    if args.true_on_policy_mode:
+        _check_same_kernels(where, metrics)
     if not args.ci_test:
         return
     wrong = [
@@ -116,6 +120,17 @@ def _check_mismatch(args: Namespace, where: str, difference: float) -> None:
     if args.stop_on_mismatch:
         raise TrainingError(message)
     logger.warning(message)
+
+
+def _check_same_kernels(where: str, metrics: dict[str, float]) -> None:
+    mean, largest = (metrics.get(name, 0.0) for name in (_DIFFERENCE, f"{_DIFFERENCE}_max"))
+    if mean > _NEARLY_THE_SAME[0] or largest > _NEARLY_THE_SAME[1]:
+        raise TrainingError(
+            f"{where}: --true-on-policy-mode: the trainer's and the engine's log-probs of the same tokens differ by "
+            f"{mean:.2g} in the mean and {largest:.2g} at most, and may by {_NEARLY_THE_SAME[0]} and "
+            f"{_NEARLY_THE_SAME[1]} on a host whose kernels are not the same for all shapes: "
+            "tools/compare_log_probs.py says where they part"
+        )
 
 
 def rounding(dtype: str, kl_type: str = "k1") -> float:

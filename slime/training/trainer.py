@@ -292,6 +292,7 @@ class RolloutTrainer:
             micro_batch.labels,
             **self._vocabulary() | ({} if temperature is None else {"temperature": temperature}),
             wants_entropy_gradient=self.args.entropy_coef != 0 or self.args.loss_type == "custom_loss",
+            as_engines=self.args.true_on_policy_mode,
         )
 
     def _log_probs(self, micro_batch: MicroBatch, hidden: Tensor) -> Tensor:

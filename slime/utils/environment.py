@@ -36,6 +36,16 @@ def server_environment(needs: Collection[str] = ()) -> dict[str, str]:
     }
 
 
+def kernels_of_any_shape() -> dict[str, str]:
+    """Variables by which MKL computes each row of a product as it does alone, so that its bits do not depend on what is
+    in the batch; torch reads them when it is loaded. Those of the widest instructions that this host has."""
+    try:
+        widest = "AVX512" if " avx512f" in Path("/proc/cpuinfo").read_text() else "AVX2"
+    except OSError:
+        widest = "AVX2"
+    return {"MKL_CBWR": f"{widest},STRICT"}
+
+
 def forget_secrets() -> None:
     """Remove the variables whose names call them secrets from this process's environment, but Ray's: it is a worker."""
     for name, value in list(os.environ.items()):

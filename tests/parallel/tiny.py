@@ -246,6 +246,7 @@ def arguments(directory: Path, **options: Any) -> Namespace:
             "seed": 1234,
             "column_modules": [],
             "use_routing_replay": False,
+            "true_on_policy_mode": False,
             "use_rollout_routing_replay": False,
             "moe_router_bias_update_rate": 0.0,
             "moe_token_dispatcher_type": "alltoall",

@@ -30,6 +30,7 @@ from slime.backends.megatron.layers.experts import Experts
 from slime.backends.megatron.layers.head import LanguageHead, ValueHead
 from slime.backends.megatron.layers.latent_attention import LatentAttention
 from slime.backends.megatron.layers.norm import RMSNorm, SandwichLayer
+from slime.backends.megatron.layers.one_query import attend_one_by_one
 from slime.backends.megatron.layers.rotary import Rotary
 from slime.backends.megatron.model_hooks import provided_stage
 from slime.options.flags.megatron import config_kwargs
@@ -216,7 +217,7 @@ def _mark_cut_weights(model: GPTModel) -> None:
 
 def _block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Megatron's own layers, or Transformer Engine's, with torch's RMSNorm, packed attention and grouped experts."""
-    rotary, kernel = Rotary(args), packed_attention
+    rotary, kernel = Rotary(args), attend_one_by_one if args.true_on_policy_mode else packed_attention
     more_norms = {name: getattr(args, name) for name in ("post_self_attn_layernorm", "post_mlp_layernorm")}
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage

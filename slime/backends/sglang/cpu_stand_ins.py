@@ -163,6 +163,39 @@ def keep_routes_of_each_step() -> None:
     capturer._get_local_slice = lambda self, *args, **kwargs: cut(self, *args, **kwargs).clone()
 
 
+def attend_one_by_one() -> None:
+    """Has torch_native attention compute prompts as it decodes, one query at a time.
+
+    SDPA gives a query other bits beside others, so that a token would have others as part of a prompt than when it was
+    made, as those of earlier turns are.
+    """
+    backend: Any = importlib.import_module("sglang.srt.layers.attention.torch_native_backend").TorchNativeAttnBackend
+
+    def extend(
+        self: Any,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        tokens: torch.Tensor,
+        requests: torch.Tensor,
+        lengths: torch.Tensor,
+        prefix_lengths: torch.Tensor,
+        new_lengths: torch.Tensor,
+        *rest: Any,
+        causal: bool = False,
+        **options: Any,
+    ) -> torch.Tensor:
+        ends = [torch.arange(p + 1, n + 1) for p, n in zip(prefix_lengths.tolist(), lengths.tolist(), strict=True)]
+        of_queries = requests.repeat_interleave(new_lengths), torch.cat(ends)
+        attended: torch.Tensor = self._run_sdpa_forward_decode(
+            query, output, keys, values, tokens, *of_queries, *rest, causal=False, **options
+        )
+        return attended
+
+    backend._run_sdpa_forward_extend = extend
+
+
 def allow_sampling_seeds() -> None:
     """Lets `--enable-deterministic-inference`, which `sampling_seed` needs, start with torch_native attention, and
     hashes seeds without Triton.

@@ -11,8 +11,14 @@ from typing import Protocol
 
 from slime.backends.sglang.client import EngineControl, EngineError
 from slime.backends.sglang.server import ExitInfo, Server
-from slime.processes.server_process import ADMIN_KEY_VARIABLE, FLOAT8_VARIABLE, GENERATE_KEY_VARIABLE, ServerProcess
-from slime.utils.environment import server_environment
+from slime.processes.server_process import (
+    ADMIN_KEY_VARIABLE,
+    FLOAT8_VARIABLE,
+    GENERATE_KEY_VARIABLE,
+    SAME_KERNELS_VARIABLE,
+    ServerProcess,
+)
+from slime.utils.environment import kernels_of_any_shape, server_environment
 from slime.utils.http_utils import host_port, http_url
 
 _CPU_FLAGS = [
@@ -212,6 +218,8 @@ class Engine(Server):
             # Else each event of a stream has all of its tokens so far, and their log-probs.
             flags.append("--incremental-streaming-output")
         flags += self._part_flags()
+        if args.true_on_policy_mode:
+            flags.append("--enable-deterministic-inference")
         if args.returns_routes:
             flags.append("--enable-return-routed-experts")
         if meeting is not None:
@@ -248,6 +256,8 @@ class Engine(Server):
         env = {**_SERVER_ENVIRONMENT, **server_environment(needs=_SECRETS)}
         if self._api_keys is not None:
             env[GENERATE_KEY_VARIABLE], env[ADMIN_KEY_VARIABLE] = self._api_keys
+        if self._args.true_on_policy_mode:
+            env |= {SAME_KERNELS_VARIABLE: "1", **kernels_of_any_shape()}
         if self._args.pushes_float8:
             env[FLOAT8_VARIABLE] = "1"
         if self._cuda_devices is None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from slime.backends.sglang import cpu_stand_ins, fixes, load_record, scheduler_beats
 from slime.options.flags.sglang import ROUTER_POLICY
-from slime.processes.server_process import FLOAT8_VARIABLE, last_value
+from slime.processes.server_process import FLOAT8_VARIABLE, SAME_KERNELS_VARIABLE, last_value
 from slime.utils import device, patching
 from slime.utils.patching import Patch
 from slime.utils.stores import RENDEZVOUS
@@ -48,6 +48,8 @@ class ServerFacts:
     sleeps: bool = False
     float8: bool = False
     """Whether it is pushed weights in float8."""
+    same_kernels: bool = False
+    """Whether trainers compute by its kernels."""
     further_node: bool = False
     """Whether it is not the first server of an engine on several nodes."""
 
@@ -62,6 +64,7 @@ class ServerFacts:
             returns_routes="--enable-return-routed-experts" in flags,
             sleeps="--enable-memory-saver" in flags,
             float8=FLOAT8_VARIABLE in environment,
+            same_kernels=SAME_KERNELS_VARIABLE in environment,
             further_node=int(last_value(flags, "--node-rank") or 0) > 0,
         )
 
@@ -80,6 +83,7 @@ class ServerFacts:
             returns_routes=args.use_rollout_routing_replay,
             sleeps=cuda and bool(sleeps),
             float8=args.pushes_float8,
+            same_kernels=args.true_on_policy_mode,
         )
 
 
@@ -128,6 +132,13 @@ CPU_STAND_INS: tuple[Patch[ServerFacts], ...] = (
         cpu_stand_ins.keep_routes_of_each_step,
         ", whose routes are replayed",
         lambda server: server.returns_routes,
+    ),
+    _on_cpu(
+        "one_query_at_a_time",
+        "SGLang has a backend of attention for CPUs whose bits are the same for prompts and in decoding.",
+        cpu_stand_ins.attend_one_by_one,
+        " of a run in true on-policy mode",
+        lambda server: server.same_kernels,
     ),
     _on_cpu("sampling_seeds", "SGLang allows torch_native there.", cpu_stand_ins.allow_sampling_seeds),
     _on_cpu(

@@ -22,6 +22,7 @@ from slime.options.flags.schema import flag_named
 from slime.options.learning import distillation
 from slime.options.learning.algorithm import derive_algorithm
 from slime.options.learning.routing import contain_replay
+from slime.options.learning.same_kernels import seed_requests
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT, generates_itself
 from slime.options.rules import Rule, check
 from slime.options.serving.external import settle_external_engines
@@ -55,6 +56,7 @@ def derive_all(args: Namespace, warnings: list[str], reasons: Reasons) -> SavedM
     load_release(args, warnings)
     distillation.ask_the_teacher(args)
     contain_replay(args)
+    seed_requests(args)
     if missing := list(_missing(args)):
         raise OptionError("; ".join(missing))
     reasons.of(derive_algorithm, args)

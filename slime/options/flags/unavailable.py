@@ -41,7 +41,6 @@ REPLACED: dict[str, str] = {
     "--sglang-tensor-parallel-size": "use --rollout-num-gpus-per-engine",
     "--sglang-tp-size": "use --rollout-num-gpus-per-engine",
     "--train-iters": "it follows from --num-rollout and --num-steps-per-rollout",
-    "--true-on-policy-mode": "one step per rollout is on policy; add --sglang-enable-deterministic-inference",
     "--use-critic": "--advantage-estimator ppo has a critic; drop it",
     "--use-custom-fsdp": "the distributed optimizer shards optimizer state; there is no FSDP backend",
     "--use-megatron-fsdp": "the distributed optimizer shards optimizer state; there is no FSDP backend",

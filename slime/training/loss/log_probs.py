@@ -26,6 +26,7 @@ def token_terms(
     group: dist.ProcessGroup | None = None,
     chunk_size: int | None = None,
     wants_entropy_gradient: bool = False,
+    as_engines: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Of ``softmax(hidden @ weight.T / temperature)``: log-probability of each label, and entropy, in float32.
 
@@ -42,6 +43,8 @@ def token_terms(
         group: the tensor-parallel group; None where the vocabulary is not split. Two small collectives a call.
         chunk_size: tokens whose logits are held at a time, else a ValueError at least 1; None for all at once.
         wants_entropy_gradient: without, the entropy is a metric, and its backward term is left out.
+        as_engines: log-probabilities are torch's log-softmax of whole rows, whose bits are those of a deterministic
+            engine; without a ``group``.
 
     Returns:
         Two float32 [T], the same on every rank.
@@ -52,7 +55,14 @@ def token_terms(
     columns = min(max(vocab_size - first, 0), weight.size(0))
     own = (labels >= first) & (labels < first + columns)
     log_probs, entropy = _TokenTerms.apply(
-        hidden.to(weight.dtype), weight, torch.where(own, labels - first, -1), columns, temperature, group, chunk_size
+        hidden.to(weight.dtype),
+        weight,
+        torch.where(own, labels - first, -1),
+        columns,
+        temperature,
+        group,
+        chunk_size,
+        as_engines,
     )
     return log_probs, entropy if wants_entropy_gradient else entropy.detach()
 
@@ -78,11 +88,16 @@ class _TokenTerms(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup | None,
         chunk_size: int | None,
+        as_engines: bool,
     ) -> tuple[Tensor, Tensor]:
+        whole = torch.empty(len(hidden), device=hidden.device)
         sums = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
         for part in chunks(len(hidden), chunk_size):
             logits = _logits(hidden[part], weight[:columns])
             sums[:, part] = device.fused(_local_sums)(logits, column[part], temperature)
+            if as_engines:
+                every = torch.log_softmax(logits / temperature, dim=-1)
+                whole[part] = every.gather(1, column[part].clamp(min=0)[:, None])[:, 0]
             del logits  # before the next chunk's
         if group is not None and group.size() > 1:
             _add_up(sums, column >= 0, group)
@@ -91,7 +106,7 @@ class _TokenTerms(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # None then says that nothing depends on the entropy
         ctx.save_for_backward(hidden, weight, column, highest, total, mean)
         ctx.columns, ctx.temperature, ctx.chunk_size = columns, temperature, chunk_size
-        return at_label - log_total, log_total - mean
+        return whole if as_engines else at_label - log_total, log_total - mean
 
     @staticmethod
     def backward(ctx: Any, of_log_prob: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -119,7 +134,7 @@ class _TokenTerms(torch.autograd.Function):
             if weight_grad is not None:
                 add_product(weight_grad[: ctx.columns], grad.t(), hidden[part])
             del grad  # before the next chunk's logits
-        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None, None, None
+        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), *[None] * 6
 
 
 def chunks(tokens: int, chunk_size: int | None) -> Iterator[slice]:

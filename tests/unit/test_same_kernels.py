@@ -1,0 +1,133 @@
+"""True on-policy mode: what trainers compute with, what engines are told, and what is refused."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime.backends.megatron.layers.attention import AttentionPlan, packed_attention
+from slime.backends.megatron.layers.one_query import attend_one_by_one
+from slime.backends.sglang.patches import ServerFacts
+from slime.options.errors import OptionError
+from slime.options.learning.same_kernels import check_same_kernels, seed_requests
+from slime.processes.server_process import SAME_KERNELS_VARIABLE
+from slime.training.checks import TrainingError, check_step
+from slime.training.loss.log_probs import token_terms
+from slime.utils.environment import kernels_of_any_shape
+from tests.algorithm_options import algorithm_options
+from tests.unit.test_engine import make_engine
+
+NUM_GPUS = 0
+DIFFERENCE = "train/train_rollout_logprob_abs_diff"
+
+
+def _with_gradients(attend: Any, inputs: list[Tensor], plan: AttentionPlan, out: Tensor) -> list[Tensor]:
+    own = [x.clone().requires_grad_() for x in inputs]
+    result = attend(*own, plan, 0.3)
+    (result * out).sum().backward()
+    return [result.detach(), *(x.grad for x in own if x.grad is not None)]
+
+
+def test_one_query_at_a_time_is_attention() -> None:
+    """Value and gradients are those of packed attention; a sequence's bits do not depend on what is beside it."""
+    torch.manual_seed(torch.seed() % 2**32)
+    lengths = [5, 1, 9]
+    plan = AttentionPlan(lengths, 1, 0, torch.device("cpu"))
+    inputs = [torch.randn(sum(lengths), heads, 16) for heads in (4, 2, 2)]
+    out = torch.randn(sum(lengths), 4, 16)
+    ours, packed = (_with_gradients(attend, inputs, plan, out) for attend in (attend_one_by_one, packed_attention))
+    for mine, other in zip(ours, packed, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    alone = AttentionPlan([9], 1, 0, torch.device("cpu"))
+    assert torch.equal(attend_one_by_one(*(x[6:] for x in inputs), alone, 0.3), ours[0][6:])
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_log_probs_are_torchs_and_their_gradient_is_as_ever(chunk_size: int | None) -> None:
+    torch.manual_seed(torch.seed() % 2**32)
+    hidden, weight, labels = torch.randn(7, 8), torch.randn(12, 8), torch.randint(0, 11, (7,))
+    results = []
+    for as_engines in (True, False):
+        own = [x.clone().requires_grad_() for x in (hidden, weight)]
+        log_probs, entropy = token_terms(
+            *own, labels, vocab_size=11, temperature=0.7, chunk_size=chunk_size, as_engines=as_engines
+        )
+        (log_probs * torch.arange(1.0, 8.0)).sum().backward()
+        results.append((log_probs.detach(), entropy, *(x.grad for x in own)))
+    for mine, other in zip(*results, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    parts = [slice(0, 7)] if chunk_size is None else [slice(0, 3), slice(3, 6), slice(6, 7)]
+    rows = torch.cat([torch.log_softmax(hidden[part] @ weight[:11].t() / 0.7, -1) for part in parts])
+    assert torch.equal(results[0][0], rows.gather(1, labels[:, None])[:, 0])
+
+
+def test_an_engine_is_told_by_its_command_and_environment(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    assert not ServerFacts.of_command(engine._command(1, 2), engine._environment()).same_kernels
+    assert "--enable-deterministic-inference" not in engine._command(1, 2)
+    engine._args.true_on_policy_mode = True
+    environment = engine._environment()
+    assert ServerFacts.of_command(engine._command(1, 2), environment).same_kernels
+    assert environment[SAME_KERNELS_VARIABLE] == "1"
+    assert environment["MKL_CBWR"] == kernels_of_any_shape()["MKL_CBWR"]
+    assert "--enable-deterministic-inference" in engine._command(1, 2)
+
+
+ALLOWED: dict[str, Any] = {
+    "true_on_policy_mode": True,
+    "precision": "float32",
+    "hf_checkpoint": "model",
+    **dict.fromkeys(("num_experts", "lora_rank", "custom_model_provider_path", "over_sampling_batch_size")),
+    **dict.fromkeys(("multi_latent_attention", "enable_mtp_training", "asynchronous", "partial_rollout"), False),
+    **dict.fromkeys(("tensor_model_parallel_size", "context_parallel_size", "rollout_num_gpus_per_engine"), 1),
+    **{"transformer_impl": "local", "keep_old_actor": False, "rollout_external_engine_addrs": None},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "model_type", "why"),
+    [
+        ({}, "qwen3", None),
+        ({}, "qwen2", None),
+        ({"tensor_model_parallel_size": 2, "true_on_policy_mode": False}, "llama", None),
+        ({}, "llama", "it is for qwen2 and qwen3, and model is llama"),
+        ({"precision": "bfloat16"}, "qwen3", "needs --fp32"),
+        ({"tensor_model_parallel_size": 2}, "qwen3", "--tensor-model-parallel-size"),
+        ({"rollout_num_gpus_per_engine": 2}, "qwen3", "--rollout-num-gpus-per-engine"),
+        ({"num_experts": 8}, "qwen3", "--num-experts"),
+        ({"asynchronous": True}, "qwen3", "train_async.py"),
+        ({"partial_rollout": True}, "qwen3", "--partial-rollout"),
+        ({"rollout_external_engine_addrs": ["a"]}, "qwen3", "--rollout-external-engine-addrs"),
+    ],
+)
+def test_what_the_mode_is_not_for_is_refused(changes: dict[str, Any], model_type: str, why: str | None) -> None:
+    args = Namespace(**ALLOWED | changes)
+    if why is None:
+        check_same_kernels(args, model_type)
+        return
+    with pytest.raises(OptionError, match=why):
+        check_same_kernels(args, model_type)
+
+
+def test_requests_have_seeds() -> None:
+    args = Namespace(true_on_policy_mode=True)
+    seed_requests(args)
+    assert args.sglang_enable_deterministic_inference
+
+
+@pytest.mark.parametrize(
+    ("mean", "largest", "passes"), [(0, 0, True), (9e-7, 4e-6, True), (2e-6, 0, False), (0, 6e-6, False)]
+)
+def test_a_difference_ends_the_run(mean: float, largest: float, passes: bool) -> None:
+    args = algorithm_options(true_on_policy_mode=True, ci_test=False)
+    metrics = {DIFFERENCE: mean, f"{DIFFERENCE}_max": largest}
+    if passes:
+        check_step(args, "rollout 0", metrics, 1.0, is_first=False)
+        return
+    with pytest.raises(TrainingError, match=r"rollout 0: --true-on-policy-mode: .* tools/compare_log_probs\.py"):
+        check_step(args, "rollout 0", metrics, 1.0, is_first=False)
