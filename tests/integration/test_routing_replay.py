@@ -60,6 +60,16 @@ def test_a_perturbed_router_is_put_right_by_the_engines_routes(workspace: Path) 
     check_samples(workspace, runs["right"])
 
 
+def test_turns_have_the_routes_of_all_their_tokens(workspace: Path) -> None:
+    """Each request asks for those that are not known yet."""
+    turns = f"{Path(__file__).parent / 'two_turns.py'}:generate"
+    options: dict[str, Value] = {"rollout_max_response_len": 32, "custom_generate_function_path": turns}
+    run_dir = run(workspace, "turns", use_rollout_routing_replay=True, **options)
+    assert series(run_dir, "rollout/routed_ratio") == [1.0]
+    assert max(series(run_dir, DIFFERENCE)) < 2e-6
+    check_samples(workspace, run_dir)
+
+
 def check_samples(workspace: Path, run_dir: Path) -> None:
     """What the engine says is what Hugging Face's model chooses, for each token but the last one."""
     model = AutoModelForCausalLM.from_pretrained(workspace / "model", dtype=torch.float32)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.harness import ROOT, TrainProcess, series
-from tests.integration.test_train import RUN_S, flags, make_workspace
+from tests.integration.test_train import RUN_S, Value, flags, make_workspace
 
 NUM_GPUS = 0
 pytestmark = [pytest.mark.integration, pytest.mark.full]
@@ -17,15 +17,21 @@ DIFFERENCES = ("train/train_rollout_logprob_abs_diff", "train/train_rollout_logp
 PROBE = "rollout/push_probe_abs_diff"
 
 
-@pytest.mark.parametrize(("arch", "temperature"), [("qwen3", "1.0"), ("qwen2", "0.8")])
-def test_log_probs_are_the_engines(arch: str, temperature: str, tmp_path: Path) -> None:
+TWO_TURNS = f"{Path(__file__).parent / 'two_turns.py'}:generate"
+
+
+@pytest.mark.parametrize(
+    ("arch", "temperature", "generate"), [("qwen3", "1.0", TWO_TURNS), ("qwen3", "1.0", None), ("qwen2", "0.8", None)]
+)
+def test_log_probs_are_the_engines(arch: str, temperature: str, generate: str | None, tmp_path: Path) -> None:
     """Of samples of all lengths, in each rollout, with weights that change; and those of the probe's prompt. MKL keeps
     its promise on Intel's processors alone: elsewhere the run checks that the difference is small."""
     workspace, run_dir = make_workspace(tmp_path), tmp_path / "run"
     make = [sys.executable, str(ROOT / "tools/make_tiny_model.py"), str(workspace / "model"), "--arch", arch]
     make += ["--num-layers", "3", "--hidden-size", "128", "--overwrite"]
     subprocess.run(make, check=True, stdout=subprocess.DEVNULL, timeout=120)
-    options = {"rollout_temperature": temperature, "rollout_max_response_len": "24", "num_steps_per_rollout": "2"}
+    options: dict[str, Value] = {"rollout_temperature": temperature, "rollout_max_response_len": 32}
+    options |= {"num_steps_per_rollout": 2, "custom_generate_function_path": generate}
     line = flags(workspace, run_dir, true_on_policy_mode=True, sglang_enable_deterministic_inference=None, **options)
     with TrainProcess(line, tmp_path / "log") as process:
         assert process.wait(2 * RUN_S) == 0, process.tail()
