@@ -280,7 +280,7 @@ def test_a_run_directory_that_cannot_be_made_is_one_line(
 
 def debug_args(template: str, **changes: Any) -> Namespace:
     names = ("save_hf", "save_lora", "load_debug_rollout_data", "save_debug_train_data", "dump_details", "load", "save")
-    values = dict.fromkeys(names) | {"save_debug_rollout_data": template, "start_rollout_id": None}
+    values = dict.fromkeys(names) | {"save_debug_rollout_data": template, "start_rollout_id": None, "ckpt_step": None}
     return Namespace(**values | changes)
 
 
