@@ -135,9 +135,9 @@ def main() -> None:
     parser.add_argument("--no-runs", action="store_true", help="the table and the curves of evaluations.jsonl")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="last: more flags of train.py, for all")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     evaluations = args.output_dir.absolute() / _EVALUATIONS
     if not args.no_runs:
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         trials = Trials(args.output_dir.absolute(), args.flags, args.time_limit * 60)
         try:
             write_curves(evaluations, run_all(trials, args.seeds, args.jobs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -40,7 +41,11 @@ class Commands:
 
 def main(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
     monkeypatch.setattr(sys, "argv", ["compare.py", *words])
-    compare.main()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        compare.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_each_seed_is_warmed_up_once_and_no_run_is_made_again(
