@@ -26,6 +26,7 @@ _ONE_RANK: dict[str, Any] = {
     **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), None),
     **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), False),
     **{"pipeline_model_parallel_layout": None, "sequence_parallel": False, "transformer_impl": "local"},
+    "true_on_policy_mode": False,
     **dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers"), None),
 }
 """A checkpoint fits every layout and either kind of layers: it is written as a single rank of the plain ones would."""

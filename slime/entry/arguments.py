@@ -40,7 +40,7 @@ from slime.options.hooks import HookOptions
 from slime.options.learning.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions
 from slime.options.learning.distillation import DistillationOptions, check_teachers_tokenizer
 from slime.options.learning.routing import RoutingOptions, check_routing
-from slime.options.learning.same_kernels import SameKernelsOptions
+from slime.options.learning.same_kernels import SameKernelsOptions, check_same_kernels
 from slime.options.lora import LoraOptions, settle_lora_sync
 from slime.options.mtp import check_heads_training
 from slime.options.rollout import EngineOptions, RewardOptions, RolloutOptions
@@ -294,6 +294,7 @@ def _resolve(args: argparse.Namespace, values: Mapping[str, Any], asynchronous: 
     reasons.of(check_teachers_tokenizer, args)
     reasons.of(take_shape, args, given, warnings)
     reasons.of(check_routing, args)
+    reasons.of(check_same_kernels, args)
     reasons.of(check_heads_training, args, warnings)
     reasons.of(check_quantization, args)
     reasons.of(limit_prompts, args)

@@ -93,7 +93,7 @@ def test_programs_that_ask_nobody_outside_get_neither_proxies_nor_secrets() -> N
 @pytest.mark.parametrize("gpus", [None, ["0"]])
 def test_an_engine(gpus: list[str] | None, tmp_path: Path) -> None:
     """It may load a draft model from the hub."""
-    args = Namespace(rollout_num_gpus_per_engine=1, pushes_float8=False)
+    args = Namespace(rollout_num_gpus_per_engine=1, pushes_float8=False, true_on_policy_mode=False)
     given = Engine(args, 0, "127.0.0.1", None, tmp_path / "log", gpus)._environment()
     assert_is_for_a_server(given, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
@@ -159,7 +159,13 @@ def test_a_trainer_has_the_secrets_that_it_is_given(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(train_group, "as_actor", lambda cls: Actor())
     slot = Slot(0, "node", None)
     wanted = {"OPENAI_API_KEY": "mine", "OMP_NUM_THREADS": 2}
-    args = Namespace(train_env_vars=wanted, wandb_key="s3cret", launch_dir="/nowhere", run_dir=str(tmp_path))
+    args = Namespace(
+        true_on_policy_mode=False,
+        train_env_vars=wanted,
+        wandb_key="s3cret",
+        launch_dir="/nowhere",
+        run_dir=str(tmp_path),
+    )
     monkeypatch.setattr(logs, "begin", lambda *_: None)
     monkeypatch.setattr(trace, "begin", lambda *_: None)
     monkeypatch.setattr(Placement, "options", lambda *_, **__: {})

@@ -105,13 +105,16 @@ ALLOWED: dict[str, Any] = {
         ({"rollout_external_engine_addrs": ["a"]}, "qwen3", "--rollout-external-engine-addrs"),
     ],
 )
-def test_what_the_mode_is_not_for_is_refused(changes: dict[str, Any], model_type: str, why: str | None) -> None:
+def test_what_the_mode_is_not_for_is_refused(
+    changes: dict[str, Any], model_type: str, why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime.models.hf_config", lambda path: Namespace(model_type=model_type))
     args = Namespace(**ALLOWED | changes)
     if why is None:
-        check_same_kernels(args, model_type)
+        check_same_kernels(args)
         return
     with pytest.raises(OptionError, match=why):
-        check_same_kernels(args, model_type)
+        check_same_kernels(args)
 
 
 def test_requests_have_seeds() -> None:

@@ -11,7 +11,6 @@ from slime.options.errors import OptionError, naming
 from slime.options.flags.megatron_names import flag_saying
 from slime.options.flags.patterns import written_pattern
 from slime.options.flags.values import json_value
-from slime.options.learning.same_kernels import check_same_kernels
 from slime.options.mtp import check_heads
 
 _OVERRIDES = "--sglang-json-model-override-args"
@@ -40,7 +39,6 @@ def take_shape(args: Namespace, given: set[str], warnings: list[str]) -> None:
             overridden = shape_from_hf(of_engines) if compares else shape
         _check_engines(shape, overridden)
     check_heads(args, shape["mtp_num_layers"] or 0, config.model_type, trainable_heads())
-    check_same_kernels(args, config.model_type)
 
 
 def _apply(args: Namespace, shape: dict[str, Any], given: set[str], warnings: list[str]) -> None:

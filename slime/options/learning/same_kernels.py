@@ -53,8 +53,12 @@ def seed_requests(args: Namespace) -> None:
         args.sglang_enable_deterministic_inference = True
 
 
-def check_same_kernels(args: Namespace, model_type: str) -> None:
+def check_same_kernels(args: Namespace) -> None:
     """OptionError for a model or a layout that the mode is not for."""
     check(args, RULES)
-    if args.true_on_policy_mode and model_type not in _FAMILIES:
-        raise OptionError(f"{FLAG}: it is for {' and '.join(_FAMILIES)}, and {args.hf_checkpoint} is {model_type}")
+    if not args.true_on_policy_mode:
+        return
+    from slime.models import hf_config
+
+    if (kind := hf_config(args.hf_checkpoint).model_type) not in _FAMILIES:
+        raise OptionError(f"{FLAG}: it is for {' and '.join(_FAMILIES)}, and {args.hf_checkpoint} is {kind}")
