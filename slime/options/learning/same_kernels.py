@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 
 from slime.options.errors import OptionError
 from slime.options.flags.schema import option
@@ -58,7 +60,6 @@ def check_same_kernels(args: Namespace) -> None:
     check(args, RULES)
     if not args.true_on_policy_mode:
         return
-    from slime.models import hf_config
-
-    if (kind := hf_config(args.hf_checkpoint).model_type) not in _FAMILIES:
+    kind = json.loads(Path(args.hf_checkpoint, "config.json").read_text())["model_type"]
+    if kind not in _FAMILIES:
         raise OptionError(f"{FLAG}: it is for {' and '.join(_FAMILIES)}, and {args.hf_checkpoint} is {kind}")
