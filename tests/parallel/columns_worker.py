@@ -70,16 +70,9 @@ def main() -> None:
         column_modules=[HOOKS],
         num_steps_per_rollout=2,
     )
-    interleaved = args.virtual_pipeline_model_parallel_size is not None
     trainer = MegatronTrainer(args)
     rows = with_columns(rollouts.uneven(7, rollouts=16), work / "media")
-    batch = rollouts.batches(
-        rows,
-        trainer.dp_size,
-        steps=2,
-        max_tokens=256 * args.context_parallel_size,
-        micro_batch_multiple=args.pipeline_model_parallel_size if interleaved else 1,
-    )[trainer.dp_rank]
+    batch = rollouts.batch_of_rank(args, rows, trainer.dp_size, trainer.dp_rank)
     trainer.train(0, batch)
     # Every token of the rank's rows, on whichever context-parallel rank, as often as there were passes.
     passes = 3  # of the reference, for log-probs, and to train

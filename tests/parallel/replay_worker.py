@@ -182,14 +182,7 @@ def run(work: Path, layout: dict[str, Any], mode: str, recompute: str) -> tuple[
     rows = rollouts.uneven(7, rollouts=16)
     if mode == "engines":
         rows = with_routes(rows, RouteShape.of(args))
-    interleaved = args.virtual_pipeline_model_parallel_size is not None
-    batch = rollouts.batches(
-        rows,
-        trainer.dp_size,
-        steps=2,
-        max_tokens=256 * args.context_parallel_size,
-        micro_batch_multiple=args.pipeline_model_parallel_size if interleaved else 1,
-    )[trainer.dp_rank]
+    batch = rollouts.batch_of_rank(args, rows, trainer.dp_size, trainer.dp_rank)
     watch, gradients, outcome = Watch(trainer), gathering.note_gradients(trainer), Outcome()
     steps = trainer.train(0, batch)
     outcome.metrics = [{n: v for n, v in metrics.items() if not n.startswith("perf/")} for metrics in steps]

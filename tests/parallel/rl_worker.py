@@ -31,9 +31,6 @@ from tests.parallel import gathering, rollouts  # noqa: E402
 from tests.parallel.cases import OPTIMIZERS, RL_CASES, RL_OPTIONS, STAGES, VARIANTS, steps_of  # noqa: E402
 from tests.parallel.outcome import Outcome, compare  # noqa: E402
 
-MAX_TOKENS = 256
-"""Of a micro-batch; one response is longer."""
-
 
 class Rank:
     """What this process does with one case after the other."""
@@ -47,17 +44,6 @@ class Rank:
             every["use_distributed_optimizer"] = False  # which has none
         return rollouts.arguments(self.work / "models" / kind, **every)
 
-    def batch(self, args: Namespace, trainer: MegatronTrainer, rows: TrainBatch, steps: int) -> TrainBatch:
-        """This rank's, by the limits that `train_data.to_train_batches` derives from the options."""
-        interleaved = args.virtual_pipeline_model_parallel_size is not None
-        return rollouts.batches(
-            rows,
-            trainer.dp_size,
-            steps,
-            max_tokens=MAX_TOKENS * args.context_parallel_size,
-            micro_batch_multiple=args.pipeline_model_parallel_size if interleaved else 1,
-        )[trainer.dp_rank]
-
     def outcome(self, kind: str, case: str, optimizer: str, variant: str) -> Outcome:
         args = self.arguments(kind, **{**RL_CASES[case], **OPTIMIZERS[optimizer], **VARIANTS[variant]})
         trainer = MegatronTrainer(args)
@@ -66,7 +52,7 @@ class Rank:
         outcome = Outcome()
         for rollout_id, count in enumerate(steps_of(case, optimizer)):
             rows = torch.load(self.work / f"{kind}.rows{rollout_id}.pt", weights_only=False)
-            for metrics in trainer.train(rollout_id, self.batch(args, trainer, rows, count)):
+            for metrics in trainer.train(rollout_id, _batch(args, trainer, rows, count)):
                 outcome.metrics.append({n: value for n, value in metrics.items() if not n.startswith("perf/")})
         outcome.gradients = [{name: gradient.cpu() for part in parts for name, gradient in part.items()}
                              for parts in zip(*gradients.values(), strict=True)]  # fmt: skip
@@ -80,7 +66,11 @@ class Rank:
         args = self.arguments(kind, params_dtype=dtype, ci_test=True, num_steps_per_rollout=steps, **cispo)
         trainer = MegatronTrainer(args)
         rows = torch.load(self.work / f"{kind}.rows0.pt", weights_only=False)
-        return trainer.train(0, self.batch(args, trainer, rows, steps))[0]
+        return trainer.train(0, _batch(args, trainer, rows, steps))[0]
+
+
+def _batch(args: Namespace, trainer: MegatronTrainer, rows: TrainBatch, steps: int) -> TrainBatch:
+    return rollouts.batch_of_rank(args, rows, trainer.dp_size, trainer.dp_rank, steps)
 
 
 def _check_variant(trainer: MegatronTrainer, variant: str) -> None:

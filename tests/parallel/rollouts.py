@@ -184,3 +184,16 @@ def batches(
         micro_batch_multiple=micro_batch_multiple,
     )
     return train_batches(rows, schedule)
+
+
+def batch_of_rank(args: Namespace, rows: TrainBatch, dp_size: int, dp_rank: int, steps: int = 2) -> TrainBatch:
+    """One rank's of `batches`, of micro-batches of up to 256 tokens, by the limits that `train_data.to_train_batches`
+    derives from the options."""
+    interleaved = args.virtual_pipeline_model_parallel_size is not None
+    return batches(
+        rows,
+        dp_size,
+        steps,
+        max_tokens=256 * args.context_parallel_size,
+        micro_batch_multiple=args.pipeline_model_parallel_size if interleaved else 1,
+    )[dp_rank]
