@@ -113,8 +113,16 @@ class RouteShape:
     def column(self) -> Column:
         """The column that trainers replay."""
         trailing = (len(self.moe_layers), self.topk)
-        how: dict[str, Any] = {"padding": self.absent, "upstream": "rollout_routed_experts", "shown": False}
-        return Column(ROUTES, self.dtype, "sequence", trailing, made_by="rollout", attribute=None, **how)
+        return Column(
+            ROUTES,
+            self.dtype,
+            "sequence",
+            trailing,
+            made_by="rollout",
+            padding=self.absent,
+            upstream="rollout_routed_experts",
+            shown=False,
+        )
 
 
 def route_columns(args: Namespace) -> tuple[Column, ...]:
