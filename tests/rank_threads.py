@@ -16,7 +16,8 @@ class Ranks:
     """A group; `run` has a thread for each rank, in which collectives of ``torch.distributed`` are the group's."""
 
     def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.barrier, self.slots, self.local = threading.Barrier(size), [torch.empty(0)] * size, threading.local()
+        self.barrier, self.local = threading.Barrier(size, timeout=60), threading.local()
+        self.slots = [torch.empty(0)] * size
         monkeypatch.setattr(dist, "all_reduce", self.all_reduce)
         monkeypatch.setattr(dist, "all_gather", self.all_gather)
 
