@@ -8,8 +8,9 @@ the tokens themselves, which training uses. Status 1 where the latter differ by 
     python tools/make_tiny_model.py outputs/tiny --seed 1
     python tools/compare_log_probs.py outputs/tiny --max 5e-6 --mean 1e-6
 
-What follows -- goes to the engine:
+With --same-kernels both compute as with --true-on-policy-mode. What follows -- goes to the engine:
 
+    python tools/compare_log_probs.py outputs/tiny --same-kernels --max 0
     python tools/compare_log_probs.py outputs/tiny -- --enable-deterministic-inference
 """
 
@@ -35,6 +36,8 @@ check_installation()
 import torch  # noqa: E402
 
 from slime.models import hf_config  # noqa: E402
+from slime.processes.server_process import SAME_KERNELS_VARIABLE  # noqa: E402
+from slime.utils.environment import kernels_of_any_shape  # noqa: E402
 from tools.forwards import differences  # noqa: E402
 from tools.forwards.places import LOG_PROBS, LOGITS, SAMPLED, places  # noqa: E402
 
@@ -55,6 +58,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the tokens")
     parser.add_argument("--max", type=float, help="allowed difference of the log-prob of a token")
     parser.add_argument("--mean", type=float, help="the same of the mean over the tokens")
+    parser.add_argument("--same-kernels", action="store_true", help="compute as with --true-on-policy-mode")
     parser.add_argument("--every-place", action="store_true", help="list each layer's places, not kinds of them")
     args = parser.parse_args(words[:cut])
     args.engine_flags = words[cut + 1 :]
@@ -78,11 +82,14 @@ def side(args: argparse.Namespace, name: str, directory: Path) -> Any:
     SystemExit where it fails, with the end of what it said."""
     spec, into = directory / "spec.json", directory / f"{name}.pt"
     shared = {"model": str(args.model.absolute()), "dtype": args.dtype, "tokens": tokens_of(args)}
-    spec.write_text(json.dumps(shared if name == "trainer" else shared | engine_only(args)))
+    own = {"same_kernels": args.same_kernels} if name == "trainer" else engine_only(args)
+    spec.write_text(json.dumps(shared | own))
     command = [sys.executable, "-m", f"tools.forwards.{name}", str(spec), str(into)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     if not torch.cuda.is_available():
         environment |= {"TORCH_COMPILE_DISABLE": "1"}
+    if args.same_kernels:
+        environment |= {SAME_KERNELS_VARIABLE: "1", **kernels_of_any_shape()}
     done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, env=environment, check=False)
     if done.returncode != 0:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-30:])
@@ -91,7 +98,11 @@ def side(args: argparse.Namespace, name: str, directory: Path) -> Any:
 
 
 def engine_only(args: argparse.Namespace) -> dict[str, Any]:
-    return {"prompt": args.prompt, "flags": args.engine_flags}
+    return {"prompt": args.prompt, "flags": [*(same_kernels_flags() if args.same_kernels else []), *args.engine_flags]}
+
+
+def same_kernels_flags() -> list[str]:
+    return ["--enable-deterministic-inference", *(["--attention-backend", "fa3"] if torch.cuda.is_available() else [])]
 
 
 def main(argv: list[str] | None = None) -> int:

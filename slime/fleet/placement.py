@@ -141,8 +141,7 @@ def core_shortage(args: argparse.Namespace) -> str | None:
 def describe_placement(args: argparse.Namespace) -> str:
     """One line a slot: who trains and who generates there. InputError for engines that this host's GPUs cannot run."""
     fleet = fleet_of(args)
-    if device.is_cuda():
-        _check_precision(args, fleet)
+    _check_precision(args, fleet, gpus=device.is_cuda())
     users = [[f"training rank {slot}"] if slot < fleet.trainers else [] for slot in range(fleet.total)]
     for spec, first in zip(fleet.engines, fleet.first_numbers(), strict=True):
         for slot in spec.place:
@@ -175,8 +174,7 @@ def place(args: argparse.Namespace, fleet: Fleet) -> Placement:
             f"placement: the run needs {total} {resource} slots ({users}) and Ray has {available}; lower "
             f"{flags}, or start more: `ray start --head {flag} {total}`"
         )
-    if resource == "GPU":
-        _check_precision(args, fleet)
+    _check_precision(args, fleet, gpus=resource == "GPU")
     slots = _reserve(total, resource, args.placement_timeout)
     try:
         engines = [slots[place.start : place.stop] for place in fleet.places()]
@@ -212,11 +210,14 @@ def _release(slots: list[Slot]) -> None:
         remove_placement_group(group)
 
 
-def _check_precision(args: argparse.Namespace, fleet: Fleet) -> None:
+def _check_precision(args: argparse.Namespace, fleet: Fleet, gpus: bool) -> None:
     """Raise InputError for engines that would compute in float32 on GPUs by kernels that are not made for it: they
-    would start, and die at their first request."""
-    if args.true_on_policy_mode:
-        raise InputError("placement: --true-on-policy-mode is for hosts without GPUs as yet: drop it")
+    would start, and die at their first request. And for kernels that trainers share with no engine there."""
+    if args.true_on_policy_mode and (args.params_dtype == "float32") == gpus:
+        where, flag = ("with", "--bf16") if gpus else ("without", "--fp32")
+        raise InputError(f"placement: --true-on-policy-mode on hosts {where} GPUs is for {flag}: give that")
+    if not gpus:
+        return
     for spec in fleet.engines:
         flags = spec.sglang_flags
         dtype = last_value(flags, "--dtype") or args.params_dtype

@@ -37,13 +37,14 @@ def server_environment(needs: Collection[str] = ()) -> dict[str, str]:
 
 
 def kernels_of_any_shape() -> dict[str, str]:
-    """Variables by which MKL computes each row of a product as it does alone, so that its bits do not depend on what is
-    in the batch; torch reads them when it is loaded. Those of the widest instructions that this host has."""
+    """Variables by which each row of a product is computed as it is alone, so that its bits do not depend on what is in
+    the batch: by MKL, with the widest instructions that this host has, and on GPUs by the one of SGLang's two kernels
+    that it was shown of. They are read when torch and SGLang are loaded."""
     try:
         widest = "AVX512" if " avx512f" in Path("/proc/cpuinfo").read_text() else "AVX2"
     except OSError:
         widest = "AVX2"
-    return {"MKL_CBWR": f"{widest},STRICT"}
+    return {"MKL_CBWR": f"{widest},STRICT", "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM": "0"}
 
 
 def forget_secrets() -> None:

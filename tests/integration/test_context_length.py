@@ -22,8 +22,8 @@ pytestmark = pytest.mark.integration
 OF_ENGINE = """
 import slime.backends.sglang.launch  # as in a server
 import json, sys
-from slime.backends.sglang import configs
-configs.register()  # as in a server of such a model
+from slime.backends.sglang import fixes
+fixes.register_configs()  # as in a server of such a model
 from sglang.srt.configs.model_config import ModelConfig
 print(json.dumps([ModelConfig(directory).context_len for directory in sys.argv[1:]]))
 """

@@ -22,7 +22,7 @@ _KINDS = ("engine_killed", "reward_raises", "trainer_killed")
 def test_a_run_that_is_struck_in_two_shards_ends_as_if_nothing_were(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools/soak.py"), "--seed", "1", "--out", str(tmp_path / "soak")]
     command += ["--faults", str(len(_KINDS)), "--kinds", *_KINDS, "--shard-minutes"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     statuses, minutes = list[int](), ["4", "25"]
     while not statuses or statuses[-1] == 3:
         assert len(statuses) < 4

@@ -105,7 +105,7 @@ raise SystemExit(convert_hf_to_torch_dist.main())
 def program(*words: str | Path, tool: Path = TOOL, code: str | None = None) -> subprocess.CompletedProcess[str]:
     """Run the tool, or Python code in its place."""
     command = [sys.executable, *((str(tool),) if code is None else ("-c", code)), *map(str, words)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE)
 
 

@@ -65,6 +65,8 @@ RULES = (
         "slime.backends.megatron",
         (*NOUNS, *BASE, "slime.training", "slime.models", "slime.options", "slime.observability", "slime.convert"),
         engines=("megatron",),
+        # The kernels of engines that trainers share in true on-policy mode.
+        lazily=("sglang.srt.batch_invariant_ops", "sglang.kernels.ops.attention"),
     ),
     Rule(
         "slime.backends.sglang",

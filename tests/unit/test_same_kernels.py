@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron.layers.attention import AttentionPlan, packed_attention
-from slime.backends.megatron.layers.one_query import attend_one_by_one
-from slime.backends.sglang.patches import ServerFacts
+from slime.backends.megatron.layers.same_kernels import attend
+from slime.backends.sglang import same_kernels
+from slime.backends.sglang.patches import EVERY_PROCESS, ServerFacts
+from slime.fleet.placement import _check_precision
 from slime.options.errors import OptionError
 from slime.options.learning.same_kernels import check_same_kernels, seed_requests
 from slime.processes.server_process import SAME_KERNELS_VARIABLE
+from slime.ray.supervision import InputError
 from slime.training.checks import TrainingError, check_step
 from slime.training.loss.log_probs import token_terms
 from slime.utils.environment import kernels_of_any_shape
@@ -27,9 +30,9 @@ NUM_GPUS = 0
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 
 
-def _with_gradients(attend: Any, inputs: list[Tensor], plan: AttentionPlan, out: Tensor) -> list[Tensor]:
+def _with_gradients(kernel: Any, inputs: list[Tensor], plan: AttentionPlan, out: Tensor) -> list[Tensor]:
     own = [x.clone().requires_grad_() for x in inputs]
-    result = attend(*own, plan, 0.3)
+    result = kernel(*own, plan, 0.3)
     (result * out).sum().backward()
     return [result.detach(), *(x.grad for x in own if x.grad is not None)]
 
@@ -41,11 +44,11 @@ def test_one_query_at_a_time_is_attention() -> None:
     plan = AttentionPlan(lengths, 1, 0, torch.device("cpu"))
     inputs = [torch.randn(sum(lengths), heads, 16) for heads in (4, 2, 2)]
     out = torch.randn(sum(lengths), 4, 16)
-    ours, packed = (_with_gradients(attend, inputs, plan, out) for attend in (attend_one_by_one, packed_attention))
+    ours, packed = (_with_gradients(kernel, inputs, plan, out) for kernel in (attend, packed_attention))
     for mine, other in zip(ours, packed, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
     alone = AttentionPlan([9], 1, 0, torch.device("cpu"))
-    assert torch.equal(attend_one_by_one(*(x[6:] for x in inputs), alone, 0.3), ours[0][6:])
+    assert torch.equal(attend(*(x[6:] for x in inputs), alone, 0.3), ours[0][6:])
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
@@ -77,6 +80,15 @@ def test_an_engine_is_told_by_its_command_and_environment(tmp_path: Path) -> Non
     assert environment[SAME_KERNELS_VARIABLE] == "1"
     assert environment["MKL_CBWR"] == kernels_of_any_shape()["MKL_CBWR"]
     assert "--enable-deterministic-inference" in engine._command(1, 2)
+    assert "fa3" not in engine._command(1, 2)
+    engine._cuda_devices = [0]
+    assert "fa3" in engine._command(1, 2)
+
+
+@pytest.mark.parametrize(("cuda", "mode", "wanted"), [(True, True, True), (False, True, False), (True, False, False)])
+def test_engines_on_gpus_round_as_trainers(cuda: bool, mode: bool, wanted: bool) -> None:
+    server = ServerFacts(cuda=cuda, torchvision=False, same_kernels=mode)
+    assert wanted == any(p.name == "roundings_of_trainers" and p.wanted(server) for p in EVERY_PROCESS)
 
 
 ALLOWED: dict[str, Any] = {
@@ -96,7 +108,7 @@ ALLOWED: dict[str, Any] = {
         ({}, "qwen2", None),
         ({"tensor_model_parallel_size": 2, "true_on_policy_mode": False}, "llama", None),
         ({}, "llama", "it is for qwen2 and qwen3, and .* is llama"),
-        ({"precision": "bfloat16"}, "qwen3", "needs --fp32"),
+        ({"precision": "float16"}, "qwen3", "--fp16"),
         ({"tensor_model_parallel_size": 2}, "qwen3", "--tensor-model-parallel-size"),
         ({"rollout_num_gpus_per_engine": 2}, "qwen3", "--rollout-num-gpus-per-engine"),
         ({"num_experts": 8}, "qwen3", "--num-experts"),
@@ -134,3 +146,61 @@ def test_a_difference_ends_the_run(mean: float, largest: float, passes: bool) ->
         return
     with pytest.raises(TrainingError, match=r"rollout 0: --true-on-policy-mode: .* tools/compare_log_probs\.py"):
         check_step(args, "rollout 0", metrics, 1.0, is_first=False)
+
+
+def _of_16_bits(*shape: int) -> Tensor:
+    return torch.randn(*shape).to(torch.bfloat16)
+
+
+def test_engines_normalise_the_rounded_sum() -> None:
+    """A trainer adds in bfloat16, and its norm sees nothing else; an engine gives the sum on as the residual."""
+    norm = same_kernels._adds_first(lambda self, x: x.float() * self)
+    x, residual = _of_16_bits(4, 64), _of_16_bits(4, 64)
+    total = (x.float() + residual.float()).to(torch.bfloat16)
+    assert not torch.equal(total.float(), x.float() + residual.float())
+    normalised, kept = norm(3.0, x, residual)
+    assert torch.equal(kept, total)
+    assert torch.equal(normalised, total.float() * 3.0)
+    assert torch.equal(norm(3.0, x), x.float() * 3.0)
+
+
+def test_engines_round_before_they_add_a_bias() -> None:
+    apply = same_kernels._adds_bias_last(lambda self, layer, x, bias=None: x @ layer if bias is None else None)
+    x, weight, bias = _of_16_bits(5, 32), _of_16_bits(32, 16), _of_16_bits(16)
+    assert torch.equal(apply(None, weight, x), x @ weight)
+    rounded = (x @ weight).float() + bias.float()
+    assert torch.equal(apply(None, weight, x, bias), rounded.to(torch.bfloat16))
+
+
+class _Native:
+    """As SGLang's rotary embedding computes without kernels: in the type of what it is given."""
+
+    def forward_native(self, positions: Tensor, query: Tensor, key: Tensor, offsets: Any) -> tuple[Tensor, Tensor]:
+        assert offsets is None
+        cos, sin = (function(positions.float()).to(query.dtype)[:, None] for function in (torch.cos, torch.sin))
+        return query * cos + query.flip(-1) * sin, key * cos + key.flip(-1) * sin
+
+
+def test_engines_rotate_in_float32() -> None:
+    positions, query, key = torch.arange(6), _of_16_bits(6, 64), _of_16_bits(6, 32)
+    rotated = same_kernels._rotate(_Native(), positions, query, key)
+    for mine, x in zip(rotated, (query, key), strict=True):
+        cos, sin = positions.float().cos()[:, None], positions.float().sin()[:, None]
+        assert torch.equal(mine, (x.float() * cos + x.float().flip(-1) * sin).to(torch.bfloat16))
+    assert not torch.equal(rotated[0], _Native().forward_native(positions, query, key, None)[0])
+
+
+def test_frequencies_are_those_of_a_cpu() -> None:
+    with torch.device("meta"):
+        made = same_kernels._on_cpu(lambda self, base: base ** torch.arange(3.0))(None, 2.0)
+        assert made.device.type == "meta"
+    assert same_kernels._on_cpu(lambda self, base: base ** torch.arange(3.0))(None, 2.0).tolist() == [1, 2, 4]
+
+
+@pytest.mark.parametrize(("gpus", "dtype", "given"), [(True, "float32", "--bf16"), (False, "bfloat16", "--fp32")])
+def test_where_there_are_no_such_kernels_is_said(gpus: bool, dtype: str, given: str) -> None:
+    args = Namespace(true_on_policy_mode=True, params_dtype=dtype)
+    with pytest.raises(InputError, match=f"--true-on-policy-mode .* is for {given}: give that"):
+        _check_precision(args, Namespace(engines=[]), gpus)  # type: ignore[arg-type]
+    args.params_dtype = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
+    _check_precision(args, Namespace(engines=[]), gpus)  # type: ignore[arg-type]

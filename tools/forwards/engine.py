@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.backends.sglang import patches
+from slime.backends.sglang import patches, same_kernels
 from slime.utils import device, patching
 from tools.forwards.places import LOG_PROBS, LOGITS, SAMPLED, Recorder, by_token, places, sequences
 
@@ -45,7 +45,10 @@ def forward(
 def _runner(model: str, dtype: str, flags: list[str]) -> tuple[Any, bool]:
     words = ["--model-path", model, "--dtype", dtype, *_FLAGS]
     words += [*(_GPU_FLAGS + _NO_GRAPHS if device.is_cuda() else _CPU_FLAGS), *flags]
-    patching.apply(patches.CPU_STAND_INS, patches.ServerFacts.of_command(words))
+    facts = patches.ServerFacts.of_command(words)
+    patching.apply(patches.CPU_STAND_INS, facts)
+    if facts.cuda and facts.same_kernels:
+        same_kernels.round_as_trainers()
     from sglang.benchmark import one_batch
     from sglang.srt.entrypoints.engine import _set_envs_and_config
     from sglang.srt.server_args import PortArgs, prepare_server_args

@@ -30,10 +30,10 @@ from tools.forwards.places import LOG_PROBS, LOGITS, SAMPLED, Recorder, by_token
 _PRECISIONS = {"float32": ["--fp32"], "bfloat16": ["--bf16"], "float16": ["--fp16"]}
 
 
-def forward(model: str, dtype: str, tokens: list[list[int]]) -> dict[str, Tensor]:
+def forward(model: str, dtype: str, tokens: list[list[int]], same_kernels: bool) -> dict[str, Tensor]:
     """Of every place of `places`, [tokens, channels] in host memory: the sequences one after another."""
     with tempfile.TemporaryDirectory() as scratch:
-        args = _arguments(model, dtype, Path(scratch))
+        args = _arguments(model, dtype, Path(scratch), ["--true-on-policy-mode"] if same_kernels else [])
     _join_alone()
     parallel.initialize_distributed(args)
     chunks = models.build_model(args)
@@ -49,11 +49,11 @@ def forward(model: str, dtype: str, tokens: list[list[int]]) -> dict[str, Tensor
     with torch.no_grad():
         hidden = wrapped(flat[None], positions[None], None, packed_seq_params=attention.packed_params(lengths))[0]
         taken = {name: by_token(calls[0], len(flat)) for name, calls in recorder.taken.items()}
-        taken |= _ends(hidden, models.head_weight(wrapped), _next_tokens(tokens).to(where), args.vocab_size)
+        taken |= _ends(hidden, models.head_weight(wrapped), _next_tokens(tokens).to(where), args)
     return {name: tensor.cpu() for name, tensor in taken.items()}
 
 
-def _arguments(model: str, dtype: str, scratch: Path) -> Namespace:
+def _arguments(model: str, dtype: str, scratch: Path, more: list[str]) -> Namespace:
     """Those of a run that trains this model, alone and on this host."""
     prompts = scratch / "prompts.jsonl"
     prompts.write_text('{"prompt": "a", "label": "a"}\n')
@@ -61,7 +61,7 @@ def _arguments(model: str, dtype: str, scratch: Path) -> Namespace:
     words += ["--input-key", "prompt", "--label-key", "label", "--rm-type", "math", "--num-rollout", "1"]
     words += ["--rollout-batch-size", "1", "--n-samples-per-prompt", "2", "--rollout-num-gpus", "1"]
     words += ["--rollout-max-response-len", "8", "--actor-num-gpus-per-node", "1", *_PRECISIONS[dtype]]
-    return parse_args([*words, "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"])
+    return parse_args([*words, "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096", *more])
 
 
 def _join_alone() -> None:
@@ -90,9 +90,12 @@ def _next_tokens(tokens: list[list[int]]) -> Tensor:
     return torch.tensor([following for sequence in tokens for following in [*sequence[1:], sequence[0]]])
 
 
-def _ends(hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    sampled, _ = log_probs.token_terms(hidden, weight, labels, vocab_size=vocab_size)
-    logits = log_probs.logits(hidden, weight[:vocab_size])
+def _ends(hidden: Tensor, weight: Tensor, labels: Tensor, args: Namespace) -> dict[str, Tensor]:
+    as_engines = args.true_on_policy_mode
+    sampled, _ = log_probs.token_terms(hidden, weight, labels, vocab_size=args.vocab_size, as_engines=as_engines)
+    logits = log_probs.logits(hidden, weight[: args.vocab_size])
+    if as_engines:
+        return {LOGITS: logits, LOG_PROBS: torch.log_softmax(logits, -1), SAMPLED: sampled[:, None]}
     x = logits - logits.amax(-1, keepdim=True)  # as `token_terms` has it, for all tokens of the vocabulary
     return {LOGITS: logits, LOG_PROBS: x - x.exp().sum(-1, keepdim=True).log(), SAMPLED: sampled[:, None]}
 

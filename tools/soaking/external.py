@@ -31,7 +31,7 @@ _FLAGS = (
 )
 _ENVIRONMENT = {
     **{"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"},
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
 }
 
 

@@ -24,13 +24,12 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from slime.backends.megatron.layers import dispatch, mtp
+from slime.backends.megatron.layers import dispatch, mtp, same_kernels
 from slime.backends.megatron.layers.attention import PackedAttention, packed_attention
 from slime.backends.megatron.layers.experts import Experts
 from slime.backends.megatron.layers.head import LanguageHead, ValueHead
 from slime.backends.megatron.layers.latent_attention import LatentAttention
 from slime.backends.megatron.layers.norm import RMSNorm, SandwichLayer
-from slime.backends.megatron.layers.one_query import attend_one_by_one
 from slime.backends.megatron.layers.rotary import Rotary
 from slime.backends.megatron.model_hooks import provided_stage
 from slime.options.flags.megatron import config_kwargs
@@ -71,6 +70,8 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
     )
+    if args.true_on_policy_mode:
+        values["bias_activation_fusion"] = False  # a compiled kernel does not round between SiLU and its product
     if args.multi_latent_attention:
         # None is a value of the first. With the second on, Megatron would sum gradients of what is called q_layernorm
         # over the tensor-parallel ranks: right for norms of heads, but latents every rank has whole. The third is of
@@ -94,6 +95,8 @@ def build_model(args: Namespace, role: Literal["actor", "critic"] = "actor") -> 
     all tokens, [1, tokens, h], for `log_probs.token_terms` with `head_weight`; a critic's last one values,
     [1, tokens, 1]. The weight of its value head is random, from ``--seed``, and the same on every rank.
     """
+    if args.true_on_policy_mode:
+        same_kernels.multiply_batch_invariantly()
     config = transformer_config(args)
     stages = args.virtual_pipeline_model_parallel_size
     return [_build_stage(args, role, config, i if stages else None) for i in range(stages or 1)]
@@ -217,7 +220,10 @@ def _mark_cut_weights(model: GPTModel) -> None:
 
 def _block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Megatron's own layers, or Transformer Engine's, with torch's RMSNorm, packed attention and grouped experts."""
-    rotary, kernel = Rotary(args), attend_one_by_one if args.true_on_policy_mode else packed_attention
+    rotary = Rotary(args, fused=not args.true_on_policy_mode)
+    norm, kernel = RMSNorm, packed_attention
+    if args.true_on_policy_mode:
+        norm, kernel = same_kernels.RMSNorm, same_kernels.attend
     more_norms = {name: getattr(args, name) for name in ("post_self_attn_layernorm", "post_mlp_layernorm")}
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
@@ -230,17 +236,17 @@ def _block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None
         if any(more_norms.values()):
             layer.module, layer.params = SandwichLayer, more_norms
         parts = layer.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        parts.input_layernorm = parts.pre_mlp_layernorm = norm
         attention = parts.self_attention.submodules
         if config.multi_latent_attention:
             attention.core_attention = ModuleSpec(PackedAttention, {"rotary": None})
             parts.self_attention = ModuleSpec(LatentAttention, {"rotary": rotary}, attention)
         else:
             attention.core_attention = functools.partial(PackedAttention, rotary=rotary, kernel=kernel)
-            attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
+            attention.q_layernorm = attention.k_layernorm = norm if config.qk_layernorm else IdentityOp
         if parts.mlp.module is MoELayer:
             parts.mlp.submodules.experts = Experts
         if uses_te:
             te.use_linear_layers(parts)
-    block.layer_norm = RMSNorm
+    block.layer_norm = norm
     return block

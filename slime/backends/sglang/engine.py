@@ -220,6 +220,8 @@ class Engine(Server):
         flags += self._part_flags()
         if args.true_on_policy_mode:
             flags.append("--enable-deterministic-inference")
+            if self._cuda_devices is not None:
+                flags += ["--attention-backend", "fa3"]
         if args.returns_routes:
             flags.append("--enable-return-routed-experts")
         if meeting is not None:

@@ -209,3 +209,16 @@ def _problem(server_args: Any) -> str | None:
     if backend == "deep_gemm" or (backend == "auto" and experts in ("deepep", "mooncake", "nixl")):
         return f"{why} add --sglang-moe-runner-backend triton"
     return None
+
+
+def register_configs() -> None:
+    """Has `AutoConfig` read the config of `mimo`, of which SGLang has the model's class."""
+    from transformers import CONFIG_MAPPING, AutoConfig, Qwen2Config
+
+    class MiMoConfig(Qwen2Config):
+        """MiMo-7B: a Qwen2 with MTP layers, which SGLang's class passes over."""
+
+        model_type = "mimo"
+
+    if MiMoConfig.model_type not in CONFIG_MAPPING:
+        AutoConfig.register(MiMoConfig.model_type, MiMoConfig)

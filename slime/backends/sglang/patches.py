@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime.backends.sglang import cpu_stand_ins, fixes, load_record, scheduler_beats
+from slime.backends.sglang import cpu_stand_ins, fixes, load_record, same_kernels, scheduler_beats
 from slime.options.flags.sglang import ROUTER_POLICY
 from slime.processes.server_process import FLOAT8_VARIABLE, SAME_KERNELS_VARIABLE, last_value
 from slime.utils import device, patching
@@ -158,14 +158,6 @@ CPU_STAND_INS: tuple[Patch[ServerFacts], ...] = (
 )
 
 
-def _register_configs() -> None:
-    """Has `AutoConfig` read the config of `mimo`, of which SGLang has the model's class."""
-    # transformers asks for packages that `CPU_STAND_INS` stand in for.
-    from slime.backends.sglang import configs
-
-    configs.register()
-
-
 def _routers_of(model_type: str) -> Patch[ServerFacts]:
     route = functools.partial(fixes.route_by_present_weights, model_type)
     return _sglang(
@@ -191,6 +183,13 @@ EVERY_PROCESS: tuple[Patch[ServerFacts], ...] = (
         lambda server: not _EXPERT_COUNTS.isdisjoint(server.model),
     ),
     _sglang(
+        "roundings_of_trainers",
+        f"{_EVERY} of a run in true on-policy mode, on hosts with CUDA",
+        "SGLang's `--rl-on-policy-target` has one for plain layers of torch.",
+        same_kernels.round_as_trainers,
+        lambda server: server.cuda and server.same_kernels,
+    ),
+    _sglang(
         "sleep_together",
         f"{_EVERY} that gives its GPU memory back while trainers train",
         "SGLang waits for the ranks after the weights are gone, not before.",
@@ -204,7 +203,7 @@ EVERY_PROCESS: tuple[Patch[ServerFacts], ...] = (
         "==5.12.1",
         f"{_EVERY} of a mimo model",
         "SGLang or transformers does.",
-        _register_configs,
+        fixes.register_configs,
         lambda server: server.model.get("model_type") == "mimo",
     ),
     _sglang(

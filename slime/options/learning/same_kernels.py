@@ -21,13 +21,14 @@ class SameKernelsOptions:
 
     true_on_policy_mode: bool = option(
         False,
-        "Have trainer and engine compute by the same kernels, so that their log-probs are the same, on hosts without "
-        "GPUs, in --fp32: to tell what comes of kernels from what comes of an algorithm. It is slow.",
+        "Have trainer and engine compute by the same kernels, so that their log-probs are the same: on Hopper's GPUs "
+        "in --bf16, on hosts without GPUs in --fp32. To tell what comes of kernels from what comes of an algorithm. It "
+        "is slow.",
     )
 
 
 RULES = (
-    Rule("true_on_policy_mode", "needs", "precision=float32", ": 16 bits are rounded in other places on each side"),
+    Rule("true_on_policy_mode", "and", "precision=float16", " do not go together: it is for --bf16 and --fp32"),
     Rule(
         "true_on_policy_mode",
         "and",

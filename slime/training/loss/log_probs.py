@@ -43,8 +43,8 @@ def token_terms(
         group: the tensor-parallel group; None where the vocabulary is not split. Two small collectives a call.
         chunk_size: tokens whose logits are held at a time, else a ValueError at least 1; None for all at once.
         wants_entropy_gradient: without, the entropy is a metric, and its backward term is left out.
-        as_engines: log-probabilities are torch's log-softmax of whole rows, whose bits are those of a deterministic
-            engine; without a ``group``.
+        as_engines: log-probabilities are torch's log-softmax of whole rows of logits in the weight's type, whose bits
+            are those of a deterministic engine; without a ``group``.
 
     Returns:
         Two float32 [T], the same on every rank.
@@ -93,10 +93,12 @@ class _TokenTerms(torch.autograd.Function):
         whole = torch.empty(len(hidden), device=hidden.device)
         sums = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
         for part in chunks(len(hidden), chunk_size):
-            logits = _logits(hidden[part], weight[:columns])
+            logits = _logits(hidden[part], weight[:columns], as_engines)
             sums[:, part] = device.fused(_local_sums)(logits, column[part], temperature)
             if as_engines:
-                every = torch.log_softmax(logits / temperature, dim=-1)
+                # By a tensor, as engines do: a GPU multiplies by the inverse of a number.
+                divisor = torch.tensor(temperature, device=logits.device)
+                every = torch.log_softmax(logits / divisor, dim=-1)
                 whole[part] = every.gather(1, column[part].clamp(min=0)[:, None])[:, 0]
             del logits  # before the next chunk's
         if group is not None and group.size() > 1:
@@ -105,7 +107,7 @@ class _TokenTerms(torch.autograd.Function):
         mean, log_total = weighted / total, total.log()
         ctx.set_materialize_grads(False)  # None then says that nothing depends on the entropy
         ctx.save_for_backward(hidden, weight, column, highest, total, mean)
-        ctx.columns, ctx.temperature, ctx.chunk_size = columns, temperature, chunk_size
+        ctx.columns, ctx.temperature, ctx.chunk_size, ctx.as_engines = columns, temperature, chunk_size, as_engines
         return whole if as_engines else at_label - log_total, log_total - mean
 
     @staticmethod
@@ -122,7 +124,7 @@ class _TokenTerms(torch.autograd.Function):
         rows = weight[: ctx.columns]
         for part in parts:
             grad = device.fused(_logits_grad)(
-                _logits(hidden[part], rows),
+                _logits(hidden[part], rows, ctx.as_engines),
                 column[part],
                 *(of_token[part] for of_token in (highest, total, mean, of_log_prob)),
                 None if of_entropy is None else of_entropy[part],
@@ -143,9 +145,10 @@ def chunks(tokens: int, chunk_size: int | None) -> Iterator[slice]:
         yield slice(start, min(start + chunk_size, tokens) if chunk_size else tokens)
 
 
-def _logits(hidden: Tensor, rows: Tensor) -> Tensor:
-    """float32; of a 16-bit product the sums as they are, where the device can give them without rounding."""
-    if hidden.is_cuda and hidden.dtype != torch.float32:
+def _logits(hidden: Tensor, rows: Tensor, rounded: bool = False) -> Tensor:
+    """float32; of a 16-bit product the sums as they are, where the device can give them without rounding and none is
+    asked for."""
+    if hidden.is_cuda and hidden.dtype != torch.float32 and not rounded:
         return torch.mm(hidden, rows.t(), out_dtype=torch.float32)
     return (hidden @ rows.t()).float()
 

@@ -303,7 +303,7 @@ class PackedAttention(MegatronModule):
         plan = plan_of(packed_seq_params, self.cp_group.size(), self.cp_group.rank(), query.device)
         if self.rotary is not None:
             cos, sin = self.rotary.angles(plan)
-            query, key = (rotate(x, cos, sin, self.rotary.interleaved) for x in (query, key))
+            query, key = (rotate(x, cos, sin, self.rotary.interleaved, self.rotary.fused) for x in (query, key))
         if plan.key_index is not None:
             gathered = _GatherContext.apply(torch.cat((key, value), dim=-1), self.cp_group)
             key, value = gathered.index_select(0, plan.key_index).split((key.size(-1), value.size(-1)), dim=-1)

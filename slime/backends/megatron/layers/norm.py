@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -66,23 +67,24 @@ def _normalized(
     return norm(hidden), bias
 
 
-def normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def normalise(x: Tensor, weight: Tensor, eps: float, kernel: Callable[..., Tensor] | None = None) -> Tensor:
     """What `torch.nn.functional.rms_norm` gives, and its gradients, by kernels compiled for this number of channels: x
-    [tokens, ..., channels], of three dimensions or more, and weight [channels]."""
-    return cast(Tensor, _Normalise.apply(x, weight, eps))
+    [tokens, ..., channels], of three dimensions or more, and weight [channels]. A ``kernel`` of one's own computes the
+    same, without gradients."""
+    return cast(Tensor, _Normalise.apply(x, weight, eps, kernel))
 
 
 class _Normalise(torch.autograd.Function):
     """Each row's root mean square is worked out again for the gradient, from what has to be read anyway."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kernel: Callable[..., Tensor] | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return device.fused(_normalised)(x, weight, eps)
+        return (kernel or device.fused(_normalised))(x, weight, eps)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         x_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
@@ -90,7 +92,7 @@ class _Normalise(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             # First over each token's heads: one compiled sum over all rows would keep few of the GPU's processors busy.
             weight_grad = device.fused(_token_weight_grads)(grad, x, ctx.eps).sum(0).to(weight.dtype)
-        return x_grad, weight_grad, None
+        return x_grad, weight_grad, None, None
 
 
 def _units(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 class Rotary:
     """The angles of a model, which its layers share."""
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Namespace, fused: bool = True) -> None:
         yarn = args.multi_latent_attention and args.rope_type == "yarn"
         self.frequencies, self.scale = _yarn(args) if yarn else (_plain(args), 1.0)
         self.interleaved: bool = args.rotary_interleaved or args.multi_latent_attention
+        self.fused = fused
+        """Whether rotating is one compiled kernel, which may round less often than torch does, where there is a GPU."""
         self._angles: weakref.WeakKeyDictionary[AttentionPlan, tuple[Tensor, Tensor]] = weakref.WeakKeyDictionary()
 
     def angles(self, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
@@ -81,24 +83,24 @@ class _Rotate(torch.autograd.Function):
     """The gradient is rotated back; nothing but the angles is kept for it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, fused: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return device.fused(_rotated)(x, cos, sin, interleaved)
+        return (device.fused(_rotated) if fused else _rotated)(x, cos, sin, interleaved)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return device.fused(_rotated)(grad, cos, -sin, ctx.interleaved), None, None, None
+        return device.fused(_rotated)(grad, cos, -sin, ctx.interleaved), None, None, None, None
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, fused: bool = True) -> Tensor:
     """Rotate pairs of channels of [tokens, heads, channels]: number i of the first half with number i of the second,
     or, interleaved, number 2i with number 2i + 1.
 
-    Channels beyond two for each angle stay as they are.
+    Channels beyond two for each angle stay as they are. ``fused``: by a kernel compiled for it, where there is a GPU.
     """
-    return cast(Tensor, _Rotate.apply(x, cos, sin, interleaved))
+    return cast(Tensor, _Rotate.apply(x, cos, sin, interleaved, fused))
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
