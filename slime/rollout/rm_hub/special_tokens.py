@@ -6,6 +6,7 @@ import functools
 import json
 import re
 from argparse import Namespace
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ def response_without_special_tokens(args: Namespace, sample: Sample) -> str:
     text = sample.response
     if stop := _stop_text(args, checkpoint, sample):
         text = text.removesuffix(stop)
-    pattern = _special_tokens(checkpoint)
-    return text if pattern is None else pattern.sub("", text)
+    special = _special_tokens(checkpoint)
+    return text if special is None else special.removed_from(text)
 
 
 def without_usual_special_tokens(text: str) -> str:
@@ -54,14 +55,34 @@ def _stop_text(args: Namespace, checkpoint: str, sample: Sample) -> str | None:
     return None if text in _READ_BY_GRADERS else text
 
 
+class _Texts:
+    """Strings to take out of texts, the longest that fits first. They are looked up, not tried in turn as alternatives
+    of a pattern are: of some models there are thousands."""
+
+    def __init__(self, texts: Collection[str]) -> None:
+        self._texts = frozenset(texts)
+        self._lengths = sorted({len(text) for text in texts}, reverse=True)
+        self._starts = re.compile("|".join(sorted({re.escape(text[0]) for text in texts})))
+
+    def removed_from(self, text: str) -> str:
+        kept, end = [], 0
+        for match in self._starts.finditer(text):
+            start = match.start()
+            if start < end:
+                continue
+            if length := next((n for n in self._lengths if text[start : start + n] in self._texts), 0):
+                kept.append(text[end:start])
+                end = start + length
+        return "".join([*kept, text[end:]])
+
+
 @functools.lru_cache(maxsize=8)
-def _special_tokens(checkpoint: str) -> re.Pattern[str] | None:
+def _special_tokens(checkpoint: str) -> _Texts | None:
     tokenizer = load_tokenizer(checkpoint)
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     texts = {*tokenizer.all_special_tokens, *(token.content for token in added.values() if token.special)}
     texts = {text for text in texts if len(text) >= _SHORTEST and not text.isalnum() and text not in _READ_BY_GRADERS}
-    longest_first = sorted(texts, key=lambda text: (-len(text), text))
-    return re.compile("|".join(map(re.escape, longest_first))) if texts else None
+    return _Texts(texts) if texts else None
 
 
 @functools.lru_cache(maxsize=8)
