@@ -25,6 +25,9 @@ from slime.utils.stores import NODE_ADDRESS_VARIABLE
 
 # Trainer and engine of a colocated slot share one unit of its resource.
 _TRAIN_SHARE, _ENGINE_SHARE = 0.4, 0.2
+_SAME_IN_DECODING = 128
+"""Channels of heads for which FlashAttention 3 gives a token the same bits in decoding and in a prompt; of 64 it does
+not, by `tools/compare_log_probs.py` on an H100."""
 
 
 @dataclass(frozen=True)
@@ -212,10 +215,9 @@ def _release(slots: list[Slot]) -> None:
 
 def _check_precision(args: argparse.Namespace, fleet: Fleet, gpus: bool) -> None:
     """Raise InputError for engines that would compute in float32 on GPUs by kernels that are not made for it: they
-    would start, and die at their first request. And for kernels that trainers share with no engine there."""
-    if args.true_on_policy_mode and (args.params_dtype == "float32") == gpus:
-        where, flag = ("with", "--bf16") if gpus else ("without", "--fp32")
-        raise InputError(f"placement: --true-on-policy-mode on hosts {where} GPUs is for {flag}: give that")
+    would start, and die at their first request."""
+    if args.true_on_policy_mode:
+        _check_same_kernels(args, gpus)
     if not gpus:
         return
     for spec in fleet.engines:
@@ -226,6 +228,18 @@ def _check_precision(args: argparse.Namespace, fleet: Fleet, gpus: bool) -> None
                 f"placement: {spec.model.called('engine')}s would compute in float32, for which SGLang's RMSNorm has "
                 "no kernel on GPUs: give --bf16 instead of --fp32, or --sglang-enable-deterministic-inference"
             )
+
+
+def _check_same_kernels(args: argparse.Namespace, gpus: bool) -> None:
+    """Raise InputError where engines have no kernels that are the same for prompts and in decoding."""
+    if (args.params_dtype == "float32") == gpus:
+        where, flag = ("with", "--bf16") if gpus else ("without", "--fp32")
+        raise InputError(f"placement: --true-on-policy-mode on hosts {where} GPUs is for {flag}: give that")
+    if gpus and args.kv_channels != _SAME_IN_DECODING:
+        raise InputError(
+            f"placement: --true-on-policy-mode on GPUs is for heads of {_SAME_IN_DECODING} channels, and this model's "
+            f"have {args.kv_channels}, for which FlashAttention 3 rounds otherwise in decoding than in prompts"
+        )
 
 
 def _check_engines(slots: list[Slot], spec: EngineSpec) -> None:

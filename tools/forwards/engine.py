@@ -14,9 +14,10 @@ from slime.backends.sglang import patches, same_kernels
 from slime.utils import device, patching
 from tools.forwards.places import LOG_PROBS, LOGITS, SAMPLED, Recorder, by_token, places, sequences
 
-_CPU_FLAGS = ["--device", "cpu", "--attention-backend", "torch_native", "--max-total-tokens", "65536"]
-_FLAGS = ["--grammar-backend", "none", "--max-running-requests", "64", "--disable-radix-cache"]
-_GPU_FLAGS = ["--sampling-backend", "pytorch", "--disable-prefill-cuda-graph", "--mem-fraction-static", "0.4"]
+_CPU_FLAGS = ["--device", "cpu", "--attention-backend", "torch_native"]
+_FLAGS = ["--grammar-backend", "none", "--max-running-requests", "64", "--max-total-tokens", "65536"]
+_FLAGS += ["--disable-radix-cache"]
+_GPU_FLAGS = ["--sampling-backend", "pytorch", "--disable-prefill-cuda-graph", "--mem-fraction-static", "0.85"]
 _NO_GRAPHS = ["--cuda-graph-backend-decode", "disabled"]
 """Hooks are called by Python, which replayed graphs are not."""
 
