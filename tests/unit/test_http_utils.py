@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slime.backends.sglang.client import EngineControl, EngineError, GenerateClient
+from slime.backends.sglang.client import EngineControl, EngineError, GenerateClient, ask_server
 from slime.rollout.engine import state
 from slime.rollout.runtime import RolloutRuntime
 from slime.utils import http_client
@@ -532,3 +532,16 @@ def test_an_address_of_another_machine_is_an_error() -> None:
 )
 def test_addresses_of_this_machine(host: str, own: bool) -> None:
     assert is_own_address(host) == own
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("http://127.0.0.1:1", "Failed to establish a new connection: [Errno 111] Connection refused"),
+        ("http://127.0.0.1:99999", "Failed to parse: http://127.0.0.1:99999/health"),
+    ],
+)
+def test_a_server_that_is_not_there_is_told_in_a_word(url: str, why: str) -> None:
+    with pytest.raises(EngineError) as told:
+        ask_server("the server", url, "GET", "/health", key=None, timeout=5)
+    assert str(told.value) == f"the server: GET /health: {why}"

@@ -50,7 +50,13 @@ def ask_server(
     except requests.Timeout as error:
         raise NoAnswerError(f"{who}: {method} {path}: no answer within {timeout:.0f} s") from error
     except requests.RequestException as error:
-        raise EngineError(f"{who}: {method} {path}: {error}") from error
+        raise EngineError(f"{who}: {method} {path}: {_reason(error)}") from error
+
+
+def _reason(error: requests.RequestException) -> str:
+    """Without the layers of clients that it came through, which name the server again and count tries."""
+    reason = getattr(error.args[0], "reason", None) if error.args else None
+    return str(error) if reason is None else str(reason).partition("): ")[2] or str(reason)
 
 
 class EngineControl:
