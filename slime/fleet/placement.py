@@ -240,6 +240,11 @@ def _check_same_kernels(args: argparse.Namespace, gpus: bool) -> None:
             f"placement: --true-on-policy-mode on GPUs is for heads of {_SAME_IN_DECODING} channels, and this model's "
             f"have {args.kv_channels}, for which FlashAttention 3 rounds otherwise in decoding than in prompts"
         )
+    if gpus and (given := last_value(args.sglang_cli, "--attention-backend") or "fa3") != "fa3":
+        raise InputError(
+            f"placement: --true-on-policy-mode: trainers share FlashAttention 3 with engines, and "
+            f"--sglang-attention-backend is {given}: drop it"
+        )
 
 
 def _check_engines(slots: list[Slot], spec: EngineSpec) -> None:

@@ -199,12 +199,15 @@ def test_frequencies_are_those_of_a_cpu() -> None:
 
 @pytest.mark.parametrize(("gpus", "dtype", "given"), [(True, "float32", "--bf16"), (False, "bfloat16", "--fp32")])
 def test_where_there_are_no_such_kernels_is_said(gpus: bool, dtype: str, given: str) -> None:
-    args = Namespace(true_on_policy_mode=True, params_dtype=dtype, kv_channels=128)
+    args = Namespace(true_on_policy_mode=True, params_dtype=dtype, kv_channels=128, sglang_cli=[])
     with pytest.raises(InputError, match=f"--true-on-policy-mode .* is for {given}: give that"):
         _check_precision(args, Namespace(engines=[]), gpus)  # type: ignore[arg-type]
     args.params_dtype = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
     _check_precision(args, Namespace(engines=[]), gpus)  # type: ignore[arg-type]
-    args.kv_channels = 64
     if gpus:
+        args.sglang_cli = ["--attention-backend", "triton"]
+        with pytest.raises(InputError, match="--sglang-attention-backend is triton: drop it"):
+            _check_precision(args, Namespace(engines=[]), gpus)  # type: ignore[arg-type]
+        args.kv_channels = 64
         with pytest.raises(InputError, match="heads of 128 channels, and this model's have 64"):
             _check_precision(args, Namespace(engines=[]), gpus)  # type: ignore[arg-type]
