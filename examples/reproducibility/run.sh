@@ -22,9 +22,8 @@ ROLLOUT_ARGS=(
    --rollout-temperature 1.0
 )
 
-# Each request has a seed of its own, and the engine's kernels do not depend on what else is in the batch.
+# Trainers and engines take kernels that give the same bits each time, and each request has a seed of its own.
 CUSTOM_ARGS=(
-   --sglang-enable-deterministic-inference
    --deterministic-mode
 )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
-import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -188,7 +188,8 @@ class Session:
         if result.reasoning:
             message["reasoning_content"] = result.reasoning
         if result.tool_uses:
-            message["tool_calls"] = [_as_openai(call) for call in result.tool_uses]
+            turn = [*prompt.ids, *made.ids]
+            message["tool_calls"] = [_as_openai(call, turn, i) for i, call in enumerate(result.tool_uses)]
         reply = self._reply(prompt, request, made, message, ill_formed=result.ill_formed)
         reply.stop = text.stop
         return reply
@@ -344,7 +345,10 @@ def _first(stops: Sequence[str], text: str) -> tuple[str | None, int]:
     return stop, at
 
 
-def _as_openai(call: Call) -> dict[str, Any]:
+def _as_openai(call: Call, turn: Sequence[int], number: int) -> dict[str, Any]:
+    """The ``number``-th call of a turn, whose tokens are ``turn``, the prompt's included. Its id follows from these:
+    some templates render it, and with equal seeds agents have the same prompts."""
     arguments = well_formed(json.dumps(call["input"], ensure_ascii=False))
     function = {"name": well_formed(call["name"]), "arguments": arguments}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+    digest = hashlib.blake2b(np.asarray([number, *turn], dtype=np.int64).tobytes(), digest_size=12)
+    return {"id": f"call_{digest.hexdigest()}", "type": "function", "function": function}

@@ -16,6 +16,7 @@ from slime.files.model_directory import model_directory
 from slime.options.asynchronous import AsyncOptions
 from slime.options.checkpoint import CheckpointOptions
 from slime.options.checks.checkpoint_rules import check_saved_adapters
+from slime.options.checks.determinism import check_determinism
 from slime.options.checks.hook_paths import check_evaluation_hook, load_evaluation_hooks, load_hooks
 from slime.options.checks.layout import check_layout
 from slime.options.checks.model_shape import take_shape
@@ -295,6 +296,7 @@ def _resolve(args: argparse.Namespace, values: Mapping[str, Any], asynchronous: 
     reasons.of(take_shape, args, given, warnings)
     reasons.of(check_routing, args)
     reasons.of(check_same_kernels, args)
+    reasons.of(check_determinism, args)
     reasons.of(check_heads_training, args, warnings)
     reasons.of(check_quantization, args)
     reasons.of(limit_prompts, args)

@@ -223,7 +223,8 @@ def _check_precision(args: argparse.Namespace, fleet: Fleet, gpus: bool) -> None
     for spec in fleet.engines:
         flags = spec.sglang_flags
         dtype = last_value(flags, "--dtype") or args.params_dtype
-        if spec.slots and dtype == "float32" and "--enable-deterministic-inference" not in flags:
+        switched_on = "--enable-deterministic-inference" in flags or args.deterministic_mode
+        if spec.slots and dtype == "float32" and not switched_on:
             raise InputError(
                 f"placement: {spec.model.called('engine')}s would compute in float32, for which SGLang's RMSNorm has "
                 "no kernel on GPUs: give --bf16 instead of --fp32, or --sglang-enable-deterministic-inference"

@@ -21,7 +21,7 @@ from slime.observability import events
 from slime.ray.cluster import actor_environment, as_actor, worker_options
 from slime.ray.supervision import START_TRAINERS, Deadline, LostError, RunError, Supervisor, limit_of
 from slime.ray.train_actor import TrainActor
-from slime.utils.environment import as_environment, kernels_of_any_shape
+from slime.utils.environment import as_environment, deterministic_variables, kernels_of_any_shape
 from slime.utils.redaction import is_secret
 
 _CONTROL = Deadline(60.0)
@@ -53,6 +53,8 @@ class TrainGroup:
             variables["NCCL_CUMEM_ENABLE"] = "1"  # as in those engines, whatever the host says
         if self._args.true_on_policy_mode:
             variables |= kernels_of_any_shape()
+        if self._args.deterministic_mode:
+            variables |= deterministic_variables()
         # Ray shows that environment to everyone who may ask it: what is named for a secret is set by the rank itself.
         wanted = as_environment(self._args.train_env_vars)
         variables |= {name: value for name, value in wanted.items() if not is_secret(name, value)}

@@ -71,6 +71,8 @@ class TrainActor:
         os.environ.setdefault(NODE_ADDRESS_VARIABLE, ray.util.get_node_ip_address())
         patching.apply([RENDEZVOUS], None)
         self._args = argparse.Namespace(**vars(self._args) | {"num_rollout": num_rollout})
+        if self._args.deterministic_mode:
+            device.compute_deterministically()
         # So torch looks for the store of `serve_rendezvous` instead of serving one; other groups serve their own later.
         os.environ[_STORE_IS_THERE] = "True"
         self._trainer = trainer_of(self._args)

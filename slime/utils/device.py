@@ -65,6 +65,16 @@ def synchronize_stream() -> None:
         torch.cuda.current_stream().synchronize()
 
 
+def compute_deterministically() -> None:
+    """Have torch take kernels in this process that give the same bits each time; where it has none, it raises.
+
+    The environment is `slime.utils.environment.deterministic_variables` since before the device was used. A warning in
+    place of the error would not do: attention then keeps the gradient whose sums are in no order.
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
 def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Start copying to host memory; what is returned waits for the copy, not for what is queued after it."""
     copy = tensor.to("cpu", non_blocking=True)

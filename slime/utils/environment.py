@@ -36,6 +36,29 @@ def server_environment(needs: Collection[str] = ()) -> dict[str, str]:
     }
 
 
+DETERMINISTIC: dict[str, tuple[str, ...]] = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+}
+"""Variables by which cuBLAS, NCCL and Transformer Engine compute the same each time, read when the device is first used.
+Of the values that do, the first stands where nobody has set one; NCCL's are those that Megatron-LM takes."""
+
+
+def deterministic_variables() -> dict[str, str]:
+    """What trainers of a deterministic run have in their environment before they start."""
+    chosen = {name: os.environ.get(name, values[0]) for name, values in DETERMINISTIC.items()}
+    return chosen | kernels_of_any_shape()
+
+
+def rows_alone_by_mkl() -> bool:
+    """Whether `kernels_of_any_shape` does what it says on this host: MKL promises it on Intel's processors."""
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
 def kernels_of_any_shape() -> dict[str, str]:
     """Variables by which each row of a product is computed as it is alone, so that its bits do not depend on what is in
     the batch: by MKL, with the widest instructions that this host has, and on GPUs by the one of SGLang's two kernels

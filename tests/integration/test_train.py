@@ -140,6 +140,7 @@ def colocated(workspace: Path) -> Path:
         sglang_config=str(workspace / "models.yaml"),
         rollout_sample_hook_path=str(workspace / "asks.py"),
         wandb_key=_KEY,
+        deterministic_mode=True,
     )
     _run(line, workspace / "colocated.log")
     return run_dir
@@ -251,20 +252,24 @@ def test_a_run_that_is_over_starts_neither_engine_nor_trainer(workspace: Path, c
     assert (colocated / "metrics.jsonl").read_text() == logged
 
 
-def _samples(run_dir: Path, rollout_id: int) -> list[tuple[list[int], str]]:
-    data = torch.load(run_dir / f"samples_{rollout_id}.pt", weights_only=True)
-    return [(s["tokens"], s["label"]) for s in data["samples"]]
+_OF_SAMPLES = ("index", "tokens", "rollout_log_probs", "reward", "weight_versions", "label")
 
 
-def assert_equals_uninterrupted(run_dir: Path, colocated: Path, resumed_at: int) -> None:
-    """From ``resumed_at`` on, the same samples and, to float32's rounding, the same losses."""
-    for rollout_id in range(resumed_at, _ROLLOUTS):
-        assert _samples(run_dir, rollout_id) == _samples(colocated, rollout_id)
-    expected = series(colocated, "train/loss")[resumed_at:]
-    # Of a step that was gone back behind the last one counts.
-    found = {line["train/step"]: line["train/loss"] for line in read_metrics(run_dir) if "train/loss" in line}
-    compared = [found[step] for step in range(resumed_at, _ROLLOUTS)]
-    assert compared == pytest.approx(expected, rel=1e-5, abs=1e-7)
+def _assert_equals_uninterrupted(run_dir: Path, colocated: Path, first: int) -> None:
+    """From rollout ``first`` on the same samples, engines' log-probs, rewards, losses, gradient norms and all else that
+    is logged of a step, and weights after the last one, bit for bit."""
+    steps, expected = ({line["train/step"]: line for line in training(each)} for each in (run_dir, colocated))
+    assert {"train/loss", "train/grad_norm", "train/train_rollout_logprob_abs_diff"} <= expected[first].keys()
+    for rollout_id in range(first, _ROLLOUTS):
+        ours, theirs = (
+            torch.load(each / f"samples_{rollout_id}.pt", weights_only=True)["samples"] for each in (run_dir, colocated)
+        )
+        for field in _OF_SAMPLES:
+            assert [sample[field] for sample in ours] == [sample[field] for sample in theirs], (rollout_id, field)
+        assert steps[rollout_id] == expected[rollout_id]  # of a step that was gone back behind, the last one
+    found, wanted = (load_file(each / f"hf_{_ROLLOUTS - 1}/model.safetensors") for each in (run_dir, colocated))
+    assert found.keys() == wanted.keys()
+    assert [name for name, tensor in found.items() if not torch.equal(tensor, wanted[name])] == []
 
 
 def _has_trained(run_dir: Path, rollout_id: int) -> bool:
@@ -288,6 +293,7 @@ def test_a_resumed_run_that_loses_trainer_and_engine_equals_the_uninterrupted_on
         save_interval=_ROLLOUTS,
         trainer_snapshot_interval=1,
         num_rollout=100,
+        deterministic_mode=True,
     )
     with TrainProcess(line, workspace / "resumed.log") as process:
         process.wait_until(lambda: _has_trained(run_dir, 1), RUN_S, "a step", 0.02)
@@ -308,12 +314,9 @@ def test_a_resumed_run_that_loses_trainer_and_engine_equals_the_uninterrupted_on
     # It was seen before, within or after the snapshot of that step; without one there is the checkpoint.
     origin = re.search(r"made anew from (\S+) after rollout [012]; going on with rollout", event["action"])
     assert (origin is not None and not Path(origin[1]).exists()) or "as the run began" in event["action"]
-    model = "model.safetensors"
-    found, expected = (load_file(each / f"hf_{_ROLLOUTS - 1}" / model) for each in (run_dir, colocated))
-    assert all(torch.allclose(found[name], tensor, atol=1e-6) for name, tensor in expected.items())
     said = (workspace / "resumed.log").read_text().splitlines()
     assert f"training goes on from {run_dir / 'iter_0000000'} (--load)" in said
-    assert_equals_uninterrupted(run_dir, colocated, resumed_at=1)
+    _assert_equals_uninterrupted(run_dir, colocated, first=1)
 
 
 @pytest.mark.full
@@ -348,7 +351,9 @@ def test_resume_after_a_killed_driver_equals_the_uninterrupted_run(workspace: Pa
         save=str(run_dir),
         load=str(run_dir),
         save_interval=1,
+        save_hf=str(run_dir / "hf_{rollout_id}"),
         save_debug_rollout_data=str(run_dir / "samples_{rollout_id}.pt"),
+        deterministic_mode=True,
     )
     latest = run_dir / "latest_checkpointed_iteration.txt"
     with TrainProcess(line, workspace / "killed.log") as process:
@@ -361,7 +366,7 @@ def test_resume_after_a_killed_driver_equals_the_uninterrupted_run(workspace: Pa
 
     _run(line, workspace / "went_on.log")
     assert latest.read_text().strip() == str(_ROLLOUTS - 1)
-    assert_equals_uninterrupted(run_dir, colocated, resumed_at)
+    _assert_equals_uninterrupted(run_dir, colocated, first=0)
 
     late = run_dir / "asked_for_later"
     _run([*line, "--save-hf", str(late)], workspace / "late.log")

@@ -207,6 +207,7 @@ def test_the_reward_model_has_the_last_slots_to_itself(kind: str, expected: list
     ("is_cuda", "trained", "served", "refused"),
     [
         (True, "float32", [], True),
+        (True, "float32", None, False),
         (True, "float32", ["--dtype", "bfloat16"], False),
         (True, "float32", ["--enable-deterministic-inference"], False),
         (True, "bfloat16", ["--dtype", "float32"], True),
@@ -215,11 +216,12 @@ def test_the_reward_model_has_the_last_slots_to_itself(kind: str, expected: list
     ],
 )
 def test_engines_on_gpus_compute_in_float32_only_deterministically(
-    is_cuda: bool, trained: str, served: list[str], refused: bool, monkeypatch: pytest.MonkeyPatch
+    is_cuda: bool, trained: str, served: list[str] | None, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """None: in a deterministic run."""
     monkeypatch.setattr(placement.device, "is_cuda", lambda: is_cuda)
     args = slot_options("colocate", train=1, rollout=1)
-    args.params_dtype, args.sglang_cli = trained, served
+    args.params_dtype, args.sglang_cli, args.deterministic_mode = trained, served or [], served is None
     if refused:
         with pytest.raises(InputError, match=r"placement: engines would compute in float32, .* --bf16 instead of"):
             describe_placement(args)

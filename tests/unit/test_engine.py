@@ -92,6 +92,7 @@ def make_engine(tmp_path: Path, *sglang_cli: str, ranks: int = 1, **nodes: Any) 
         keeps_weights=False,
         returns_routes=False,
         true_on_policy_mode=False,
+        deterministic_mode=False,
     )
     return Engine(args, 0, "127.0.0.1", None, tmp_path / "log", None, **nodes)
 

@@ -93,7 +93,9 @@ def test_programs_that_ask_nobody_outside_get_neither_proxies_nor_secrets() -> N
 @pytest.mark.parametrize("gpus", [None, ["0"]])
 def test_an_engine(gpus: list[str] | None, tmp_path: Path) -> None:
     """It may load a draft model from the hub."""
-    args = Namespace(rollout_num_gpus_per_engine=1, pushes_float8=False, true_on_policy_mode=False)
+    args = Namespace(
+        rollout_num_gpus_per_engine=1, pushes_float8=False, true_on_policy_mode=False, deterministic_mode=False
+    )
     given = Engine(args, 0, "127.0.0.1", None, tmp_path / "log", gpus)._environment()
     assert_is_for_a_server(given, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
@@ -161,6 +163,7 @@ def test_a_trainer_has_the_secrets_that_it_is_given(monkeypatch: pytest.MonkeyPa
     wanted = {"OPENAI_API_KEY": "mine", "OMP_NUM_THREADS": 2}
     args = Namespace(
         true_on_policy_mode=False,
+        deterministic_mode=False,
         train_env_vars=wanted,
         wandb_key="s3cret",
         launch_dir="/nowhere",

@@ -135,6 +135,7 @@ def test_a_server_that_is_not_there_is_named() -> None:
 def run_args(directory: Path, **changes: Any) -> Namespace:
     (directory / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": 64}))
     values: dict[str, Any] = {"hf_checkpoint": str(directory), "params_dtype": "bfloat16", "pushes_float8": False}
+    values["deterministic_mode"] = False
     values |= {"rollout_max_context_len": 100, "eval_max_context_len": None, "lora_sync": "merged"}
     values["use_rollout_routing_replay"] = False
     return Namespace(**values | {"update_weight_transport": "distributed", "pushes_heads": False} | changes)
@@ -168,6 +169,8 @@ def run_args(directory: Path, **changes: Any) -> Namespace:
         ({}, {}, 320, {"pushes_float8": True}, "takes by disk only"),
         ({}, {}, 320, {"lora_sync": "adapter"}, "start it with --enable-lora"),
         ({"enable_lora": True}, {}, 320, {"lora_sync": "adapter"}, None),
+        ({}, {}, 320, {"deterministic_mode": True}, "start it with --enable-deterministic-inference"),
+        ({"enable_deterministic_inference": True}, {}, 320, {"deterministic_mode": True}, None),
         ({"model_path": "other"}, {}, 320, {}, "hidden_size 128 instead of 64"),
     ],
 )

@@ -17,7 +17,7 @@ from slime.backends.sglang import same_kernels
 from slime.backends.sglang.patches import EVERY_PROCESS, ServerFacts
 from slime.fleet.placement import _check_precision
 from slime.options.errors import OptionError
-from slime.options.learning.same_kernels import check_same_kernels, seed_requests
+from slime.options.learning.same_kernels import check_same_kernels
 from slime.processes.server_process import SAME_KERNELS_VARIABLE
 from slime.ray.supervision import InputError
 from slime.training.checks import TrainingError, check_step
@@ -127,12 +127,6 @@ def test_what_the_mode_is_not_for_is_refused(
         return
     with pytest.raises(OptionError, match=why):
         check_same_kernels(args)
-
-
-def test_requests_have_seeds() -> None:
-    args = Namespace(true_on_policy_mode=True)
-    seed_requests(args)
-    assert args.sglang_enable_deterministic_inference
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ def test_trainers_start_go_on_train_and_end_together(other_host: str, monkeypatc
     monkeypatch.setattr(ray, "kill", killed.append)
     monkeypatch.setattr(ray, "get", lambda ref, *, timeout: ref)
     slots = [Slot(0, "here", None), Slot(1, other_host, None)]
-    group = TrainGroup(Namespace(checkpoint_timeout=9.0, train_env_vars=None, true_on_policy_mode=False), watcher)  # type: ignore[arg-type]
+    modes = {"true_on_policy_mode": False, "deterministic_mode": False}
+    group = TrainGroup(Namespace(checkpoint_timeout=9.0, train_env_vars=None, **modes), watcher)  # type: ignore[arg-type]
     assert group.call("sleep", "sleep", _LIMIT, True) == [], "a run without trainers"
     group.kill()
     group.create(Placement([*slots, Slot(2, "elsewhere", None)], slots, []))

@@ -11,14 +11,16 @@ from typing import Protocol
 
 from slime.backends.sglang.client import EngineControl, EngineError
 from slime.backends.sglang.server import ExitInfo, Server
+from slime.options.checks.determinism import engines_are_deterministic
 from slime.processes.server_process import (
     ADMIN_KEY_VARIABLE,
     FLOAT8_VARIABLE,
     GENERATE_KEY_VARIABLE,
     SAME_KERNELS_VARIABLE,
     ServerProcess,
+    last_value,
 )
-from slime.utils.environment import kernels_of_any_shape, server_environment
+from slime.utils.environment import DETERMINISTIC, kernels_of_any_shape, rows_alone_by_mkl, server_environment
 from slime.utils.http_utils import host_port, http_url
 
 _CPU_FLAGS = [
@@ -218,7 +220,7 @@ class Engine(Server):
             # Else each event of a stream has all of its tokens so far, and their log-probs.
             flags.append("--incremental-streaming-output")
         flags += self._part_flags()
-        if args.true_on_policy_mode:
+        if engines_are_deterministic(args):
             flags.append("--enable-deterministic-inference")
             if self._cuda_devices is not None:
                 flags += ["--attention-backend", "fa3"]
@@ -229,7 +231,16 @@ class Engine(Server):
         if self._num_nodes > 1:
             flags += ["--nnodes", str(self._num_nodes), "--node-rank", str(self._node)]
         # The user's flags come last: where argparse sees a flag twice, the later one counts.
-        return [sys.executable, "-m", "slime.backends.sglang.launch", *flags, *args.sglang_cli]
+        flags += [*args.sglang_cli, *self._one_at_a_time()]
+        return [sys.executable, "-m", "slime.backends.sglang.launch", *flags]
+
+    def _one_at_a_time(self) -> list[str]:
+        """In a deterministic run on CPUs, where products give a row other bits beside others than alone (in float32
+        MKL can do without): when requests meet is a matter of time."""
+        dtype = last_value(self._args.sglang_cli, "--dtype") or self._args.params_dtype
+        if not self._args.deterministic_mode or self._cuda_devices is not None:
+            return []
+        return [] if dtype == "float32" and rows_alone_by_mkl() else ["--max-running-requests", "1"]
 
     def _part_flags(self) -> list[str]:
         """Of an engine that only computes prompts, or goes on from there. For the former's own service, by which the
@@ -260,6 +271,9 @@ class Engine(Server):
             env[GENERATE_KEY_VARIABLE], env[ADMIN_KEY_VARIABLE] = self._api_keys
         if self._args.true_on_policy_mode:
             env |= {SAME_KERNELS_VARIABLE: "1", **kernels_of_any_shape()}
+        if self._args.deterministic_mode:
+            cublas = "CUBLAS_WORKSPACE_CONFIG"
+            env = {cublas: DETERMINISTIC[cublas][0], **env, **kernels_of_any_shape()}
         if self._args.pushes_float8:
             env[FLOAT8_VARIABLE] = "1"
         if self._cuda_devices is None:

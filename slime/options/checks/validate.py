@@ -12,6 +12,7 @@ from slime.options import checkpoint as checkpoints
 from slime.options.asynchronous import check_staleness
 from slime.options.checks.agents import check_agents
 from slime.options.checks.checkpoint_rules import derive_checkpoints, load_release
+from slime.options.checks.determinism import seed_requests
 from slime.options.checks.export_rules import check_exports
 from slime.options.checks.reward_rules import check_rewards, comes_before_reward, has_own_source, rows_may_name_rewards
 from slime.options.debug import check_profile, derive_subsample, derive_templates
@@ -22,7 +23,6 @@ from slime.options.flags.schema import flag_named
 from slime.options.learning import distillation
 from slime.options.learning.algorithm import derive_algorithm
 from slime.options.learning.routing import contain_replay
-from slime.options.learning.same_kernels import seed_requests
 from slime.options.rollout import DEFAULT_ROLLOUT, SFT_ROLLOUT, generates_itself
 from slime.options.rules import Rule, check
 from slime.options.serving.external import settle_external_engines

@@ -50,12 +50,6 @@ RULES = (
 """What is known with the model's config."""
 
 
-def seed_requests(args: Namespace) -> None:
-    """Have requests seeded, as engines of the mode are deterministic."""
-    if args.true_on_policy_mode:
-        args.sglang_enable_deterministic_inference = True
-
-
 def check_same_kernels(args: Namespace) -> None:
     """OptionError for a model or a layout that the mode is not for."""
     check(args, RULES)

@@ -1,0 +1,167 @@
+"""Deterministic runs: what is refused, what trainers and engines are told, and by which kernels torch computes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from slime.backends.sglang import engine as engine_module
+from slime.fleet import train_group
+from slime.options.checks.determinism import ATTENTION
+from slime.processes.server_process import last_value
+from slime.utils import device
+from slime.utils.environment import DETERMINISTIC, deterministic_variables, kernels_of_any_shape
+from tests.command_line import Fails, Parse, failure, write_model
+from tests.unit.test_engine import make_engine
+
+NUM_GPUS = 0
+MODE = "--deterministic-mode"
+FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+
+
+pytestmark = pytest.mark.usefixtures("launch_directory")
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in DETERMINISTIC:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--sglang-attention-backend triton",
+        f"--dynamic-sampling-filter-path {FILTER}",
+        '--train-env-vars {"NCCL_ALGO":"Tree"}',
+        "--rollout-external-engine-addrs 127.0.0.1:9",
+        "--rm-model-path model --rm-num-gpus 1 --rm-sglang-args {\"attention_backend\":\"fa3\"}",
+    ],
+)
+def test_what_goes_with_it(words: str, parse: Parse) -> None:
+    assert parse(f"{MODE} {words}").sglang_enable_deterministic_inference
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--over-sampling-batch-size 8", "what is done first, and so is trained, is a matter of time"),
+        ("--partial-rollout", "what is done first, and so is trained, is a matter of time"),
+        ("--sglang-speculative-algorithm EAGLE", "drafts without a seed"),
+        ("--sglang-enable-eplb", "experts move by how long"),
+        ("--sglang-attention-backend flex_attention", "with --attention-backend flex_attention responses depend on"),
+        ("--sglang-decode-attention-backend trtllm_mha", "with --decode-attention-backend trtllm_mha responses depend"),
+        (
+            '--rm-model-path model --rm-num-gpus 1 --rm-sglang-args {"attention_backend":"flex_attention"}',
+            "--rm-sglang-args: with --attention-backend flex_attention responses depend on",
+        ),
+        (
+            '--train-env-vars {"CUBLAS_WORKSPACE_CONFIG":":0:0"}',
+            "CUBLAS_WORKSPACE_CONFIG=:0:0 must be one of :4096:8, :16:8: unset it",
+        ),
+    ],
+)
+def test_what_does_not_is_one_line(words: str, why: str, fails: Fails, parse: Parse) -> None:
+    """Without the mode each is taken, or refused for another reason."""
+    told = fails(f"{MODE} {words}")
+    assert MODE in told
+    assert why in told
+    if "speculative" not in words:
+        parse(words)
+
+
+def test_asynchronous_training_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    told = failure(capsys, f"{MODE} --rollout-num-gpus 1", "--colocate", asynchronous=True)
+    assert f"{MODE} and train_async.py do not go together" in told
+
+
+def test_engines_of_a_file_are_looked_at(launch_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(launch_directory / "other")
+    groups = [{"num_gpus": 1, "overrides": {"attention_backend": "flex_attention"}}]
+    other = {"name": "other", "model_path": "other", "server_groups": groups}
+    models = [{"name": "actor", "server_groups": [{"num_gpus": 1}]}, other]
+    Path("models.yaml").write_text(yaml.safe_dump({"sglang": models}))
+    told = failure(capsys, f"{MODE} --sglang-config models.yaml", "--colocate")
+    assert re.search(r"models\.yaml.*other.*: with --attention-backend flex_attention responses", told)
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_a_variable_that_says_otherwise_is_refused(
+    name: str, fails: Fails, parse: Parse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in DETERMINISTIC[name]:
+        monkeypatch.setenv(name, value)
+        parse(MODE)
+        assert deterministic_variables()[name] == value
+    monkeypatch.setenv(name, "1")
+    assert f"{MODE}: {name}=1 must be one of {DETERMINISTIC[name][0]}" in fails(MODE)
+    parse("")
+
+
+def test_trainers_have_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, str]] = []
+
+    def stop(variables: dict[str, str]) -> None:
+        given.append(variables)
+        raise StopIteration
+
+    monkeypatch.setattr(train_group, "actor_environment", stop)
+    monkeypatch.setattr(train_group, "worker_options", lambda args: args)
+    placement = Namespace(train=[Namespace(host="here")], interface=dict)
+    for on in (True, False):
+        args = Namespace(train_env_vars=None, true_on_policy_mode=False, deterministic_mode=on)
+        with pytest.raises(StopIteration):
+            train_group.TrainGroup(args, None).create(placement)  # type: ignore[arg-type]
+    first = {name: values[0] for name, values in DETERMINISTIC.items()} | kernels_of_any_shape()
+    assert given[0].items() >= first.items()
+    assert not first.keys() & given[1].keys()
+
+
+@pytest.mark.parametrize("is_intel", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_engines_are_told(dtype: str, is_intel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rows depend on those beside them, one request is computed at a time, whatever the user's flags say."""
+    monkeypatch.setattr(engine_module, "rows_alone_by_mkl", lambda: is_intel)
+    engine = make_engine(tmp_path, "--max-running-requests", "8")
+    engine._args.params_dtype = dtype
+    plain = engine._command(1, 2)
+    assert "--enable-deterministic-inference" not in plain
+    assert "MKL_CBWR" not in engine._environment()
+    engine._args.deterministic_mode = True
+    told, environment = engine._command(1, 2), engine._environment()
+    assert "--enable-deterministic-inference" in told
+    assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert environment.items() >= kernels_of_any_shape().items()
+    assert last_value(told, "--max-running-requests") == ("8" if dtype == "float32" and is_intel else "1")
+    assert last_value(plain, "--max-running-requests") == "8"
+
+
+def test_its_attention_is_the_installed_sglangs() -> None:
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).with_name("srt") / "server_args.py"
+    (listed,) = re.findall(r"^DETERMINISTIC_ATTENTION_BACKEND_CHOICES = \[(.*?)\]", source.read_text(), re.S | re.M)
+    assert (*re.findall(r'"(\w+)"', listed), "torch_native") == ATTENTION
+
+
+def test_torch_raises_where_it_has_no_such_kernel() -> None:
+    """And does not only warn: torch's attention would then keep its other gradient."""
+    try:
+        device.compute_deterministically()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_requests_have_seeds_in_either_mode_and_else_by_sglangs_flag(parse: Parse) -> None:
+    assert not parse().sglang_enable_deterministic_inference
+    assert parse("--true-on-policy-mode --actor-num-gpus-per-node 1").sglang_enable_deterministic_inference
