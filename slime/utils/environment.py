@@ -41,7 +41,7 @@ DETERMINISTIC: dict[str, tuple[str, ...]] = {
     "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
 }
-"""Variables by which cuBLAS, NCCL and Transformer Engine compute the same each time, read when the device is first used.
+"""Variables by which cuBLAS, NCCL and Transformer Engine compute the same each time, read when a device is first used.
 Of the values that do, the first stands where nobody has set one; NCCL's are those that Megatron-LM takes."""
 
 

@@ -334,7 +334,7 @@ def test_two_runs_agree(tmp_path: Path) -> None:
     printed = run_script("reproducibility", tmp_path / "out").splitlines()
     assert printed[-1] == "the two runs agree"
     samples = 5 * 32 * 4
-    for kind, count in (("tokens", samples), ("rewards", samples)):
+    for kind, count in (("tokens", samples), ("rewards", samples), ("log-probs of the engine", samples), ("losses", 5)):
         assert f"{kind:<24} {count:>6} of {count} the same" in printed
 
 

@@ -47,6 +47,7 @@ def pair_flags(workspace: Path, run_dir: Path, **changes: Value) -> list[str]:
         "save_debug_rollout_data": str(run_dir / "samples_{rollout_id}.pt"),
         "eval_interval": 2,
         "eval_prompt_data": ["add", str(workspace / "eval.jsonl")],
+        "deterministic_mode": True,
         **_PAIR,
     }
     return flags(workspace, run_dir, **(values | changes))
@@ -73,14 +74,15 @@ def spans(run_dir: Path, role: str) -> list[dict[str, Any]]:
 
 
 def assert_equals(run_dir: Path, other: Path) -> None:
-    """The same samples and weights after each rollout, to float32's rounding, and all prompts accounted for."""
+    """The same samples and final weights, bit for bit, and all prompts accounted for."""
     for rollout_id in range(_ROLLOUTS):
         ours, theirs = (torch.load(each / f"samples_{rollout_id}.pt")["samples"] for each in (run_dir, other))
-        assert [s["tokens"] for s in ours] == [s["tokens"] for s in theirs], rollout_id
+        for field in ("tokens", "rollout_log_probs", "reward"):
+            assert [s[field] for s in ours] == [s[field] for s in theirs], (rollout_id, field)
         assert {v for s in ours for v in s["weight_versions"]} == {str(rollout_id)}
     files = [each / f"hf_{_ROLLOUTS - 1}" / "model.safetensors" for each in (run_dir, other)]
     found, expected = map(load_file, files)
-    assert all(torch.allclose(found[name], tensor, atol=1e-6) for name, tensor in expected.items())
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
     last = {line["rollout/step"]: line for line in read_metrics(run_dir) if "rollout/prompts_read" in line}
     assert [last[i]["rollout/prompts_trained"] for i in range(_ROLLOUTS)] == [4 * (i + 1) for i in range(_ROLLOUTS)]
     assert [last[i]["rollout/prompts_read"] for i in range(_ROLLOUTS)] == [4 * (i + 1) for i in range(_ROLLOUTS)]

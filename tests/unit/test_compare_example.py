@@ -47,22 +47,28 @@ NUDGED = torch.arange(6.0).reshape(2, 3) + 2**-20
 
 
 @pytest.mark.parametrize(
-    ("change", "status", "says"),
+    ("change", "tolerance", "status", "says"),
     [
-        (lambda what: None, 0, "final weights                 2 of 2 the same\nthe two runs agree\n"),
-        (at("weights", "a", value=NUDGED), 0, "1 of 2 the same, the others 9.5e-07 apart at most\nthe two runs agree"),
-        (at("weights", "a", value=NUDGED + 1), 1, "1 of 2 the same, the others 1 apart at most\nthe two runs do NOT"),
-        (at("metrics", 0, "train/loss", value=0.26), 1, "0 of 1 the same, the others 0.01 apart"),
-        (at("samples", 3, "tokens", value=[1, 2, 4]), 1, "tokens                        3 of 4 the same, the"),
-        (at("samples", 3, "tokens", value=[1, 2]), 1, "tokens                        3 of 4 the same, and"),
-        (at("samples", 0, "reward", value=1e-9), 1, "3 of 4 the same, the others 1e-09 apart"),
+        (lambda what: None, "0", 0, "final weights                 2 of 2 the same\nthe two runs agree\n"),
+        (at("weights", "a", value=NUDGED), "0", 1, "the others 9.5e-07 apart at most\nthe two runs do NOT"),
+        (at("weights", "a", value=NUDGED), "1e-5", 0, "the others 9.5e-07 apart at most\nthe two runs agree"),
+        (at("weights", "a", value=NUDGED + 1), "1e-5", 1, "the others 1 apart at most\nthe two runs do NOT"),
+        (at("metrics", 0, "train/loss", value=0.26), "1e-5", 1, "0 of 1 the same, the others 0.01 apart"),
+        (at("samples", 3, "tokens", value=[1, 2, 4]), "1e-5", 1, "tokens                        3 of 4 the same, the"),
+        (at("samples", 3, "tokens", value=[1, 2]), "1e-5", 1, "tokens                        3 of 4 the same, and"),
+        (at("samples", 0, "reward", value=1e-9), "1e-5", 1, "3 of 4 the same, the others 1e-09 apart"),
     ],
 )  # fmt: skip
 def test_two_runs(
-    change: Callable[[dict[str, Any]], None], status: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: Callable[[dict[str, Any]], None],
+    tolerance: str,
+    status: int,
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     runs = [str(write(tmp_path / "first")), str(write(tmp_path / "second", change))]
-    assert compare.main(runs) == status
+    assert compare.main([*runs, "--tolerance", tolerance]) == status
     assert says in capsys.readouterr().out
 
 

@@ -42,7 +42,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
         f"--dynamic-sampling-filter-path {FILTER}",
         '--train-env-vars {"NCCL_ALGO":"Tree"}',
         "--rollout-external-engine-addrs 127.0.0.1:9",
-        "--rm-model-path model --rm-num-gpus 1 --rm-sglang-args {\"attention_backend\":\"fa3\"}",
+        '--rm-model-path model --rm-num-gpus 1 --rm-sglang-args {"attention_backend":"fa3"}',
     ],
 )
 def test_what_goes_with_it(words: str, parse: Parse) -> None:
