@@ -2,8 +2,9 @@
 
     python3 -m examples.reproducibility.compare outputs/reproducibility/first outputs/reproducibility/second
 
-A line says of how many values both runs have the same bits, and how far apart the others are at most. The status is 0
-where all are the same; with ``--tolerance`` all but tokens and rewards may differ by as much; else 1.
+A run that was killed and went on counts as one: of a step that was taken twice, the last. A line says of how many
+values both runs have the same bits, and how far apart the others are at most. The status is 0 where all are the same;
+with ``--tolerance`` all but tokens and rewards may differ by as much; else 1.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ def values_of(run: Path) -> Values:
     for kind, field in _OF_A_SAMPLE.items():
         found[kind] = [np.asarray(sample[field]) for sample in samples]
     lines = [json.loads(line) for file in _files(run, "metrics.jsonl") for line in file.read_text().splitlines()]
+    steps = {line["train/step"]: line for line in lines if "train/step" in line}  # of one taken twice, the last
     for kind, name in _OF_A_STEP.items():
-        found[kind] = [np.asarray(line[name]) for line in lines if name in line]
+        found[kind] = [np.asarray(line[name]) for _, line in sorted(steps.items()) if name in line]
     found["final weights"] = [tensor for file in _files(run, "hf/*.safetensors") for tensor in _tensors(file)]
     return found
 

@@ -20,7 +20,7 @@ def write(run: Path, change: Callable[[dict[str, Any]], None] = lambda what: Non
     """The files of a run of two rollouts, after ``change`` of what is in them."""
     what: dict[str, Any] = {
         "samples": [{"tokens": [1, 2, n], "reward": float(n % 2), "rollout_log_probs": [-0.5, -n]} for n in range(4)],
-        "metrics": [{"train/loss": 0.25, "train/grad_norm": 1.5}, {"rollout/raw_reward": 0.5}],
+        "metrics": [{"train/step": 0, "train/loss": 0.25, "train/grad_norm": 1.5}, {"rollout/raw_reward": 0.5}],
         "weights": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)},
     }
     change(what)
@@ -70,6 +70,15 @@ def test_two_runs(
     runs = [str(write(tmp_path / "first")), str(write(tmp_path / "second", change))]
     assert compare.main([*runs, "--tolerance", tolerance]) == status
     assert says in capsys.readouterr().out
+
+
+def test_a_step_that_was_taken_again_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, killed = write(tmp_path / "first"), write(tmp_path / "killed")
+    metrics = killed / "metrics.jsonl"
+    before = {"train/step": 0, "train/loss": 0.5, "train/grad_norm": 1.5}
+    metrics.write_text(json.dumps(before) + "\n" + metrics.read_text())
+    assert compare.main([str(first), str(killed)]) == 0
+    assert "losses                        1 of 1 the same" in capsys.readouterr().out
 
 
 def test_a_run_that_has_not_ended_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 import re
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from slime.agent.parsing import Call
+from slime.agent.session import _as_openai
 from slime.backends.sglang import engine as engine_module
 from slime.fleet import train_group
 from slime.options.checks.determinism import ATTENTION
@@ -18,9 +21,11 @@ from slime.processes.server_process import last_value
 from slime.utils import device
 from slime.utils.environment import DETERMINISTIC, deterministic_variables, kernels_of_any_shape
 from tests.command_line import Fails, Parse, failure, write_model
+from tests.fake_client import FakeClient, reply, rollout
 from tests.unit.test_engine import make_engine
 
 NUM_GPUS = 0
+Args = Callable[..., Namespace]
 MODE = "--deterministic-mode"
 FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 
@@ -139,6 +144,8 @@ def test_engines_are_told(dtype: str, is_intel: bool, tmp_path: Path, monkeypatc
     assert "--enable-deterministic-inference" in told
     assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert environment.items() >= kernels_of_any_shape().items()
+    assert "--disable-radix-cache" in told
+    assert "--disable-radix-cache" not in plain
     assert last_value(told, "--max-running-requests") == ("8" if dtype == "float32" and is_intel else "1")
     assert last_value(plain, "--max-running-requests") == "8"
 
@@ -160,6 +167,24 @@ def test_torch_raises_where_it_has_no_such_kernel() -> None:
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_ids_of_tool_calls_follow_from_the_turn() -> None:
+    """Some chat templates render them, and so they are part of the next prompt."""
+    call: Call = {"name": "ls", "input": {"path": "/"}}
+    ids = [_as_openai(call, turn, number)["id"] for turn, number in (([1, 2], 0), ([1, 2], 1), ([1, 3], 0))]
+    assert len(set(ids)) == 3
+    assert _as_openai(call, [1, 2], 0)["id"] == ids[0]
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_request_that_was_computed_again_is_told_of(
+    on: bool, make_args: Args, use: Callable[..., FakeClient], caplog: pytest.LogCaptureFixture
+) -> None:
+    use(FakeClient(lambda number, ids, params: reply("abc", num_retractions=int(number < 4))))
+    rollout(Namespace(**vars(make_args()) | {"deterministic_mode": on}))
+    told = [message for message in caplog.messages if "no room in its cache" in message]
+    assert ["for 1 requests" in told[0], "for 2 requests" in told[1]] == [True, True] if on else not told
 
 
 def test_requests_have_seeds_in_either_mode_and_else_by_sglangs_flag(parse: Parse) -> None:

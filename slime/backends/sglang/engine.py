@@ -231,16 +231,18 @@ class Engine(Server):
         if self._num_nodes > 1:
             flags += ["--nnodes", str(self._num_nodes), "--node-rank", str(self._node)]
         # The user's flags come last: where argparse sees a flag twice, the later one counts.
-        flags += [*args.sglang_cli, *self._one_at_a_time()]
+        flags += [*args.sglang_cli, *self._flags_of_equal_bits()]
         return [sys.executable, "-m", "slime.backends.sglang.launch", *flags]
 
-    def _one_at_a_time(self) -> list[str]:
-        """In a deterministic run on CPUs, where products give a row other bits beside others than alone (in float32
-        MKL can do without): when requests meet is a matter of time."""
+    def _flags_of_equal_bits(self) -> list[str]:
+        """What a deterministic run needs on CPUs, whatever the user's flags: which requests meet, and what of a prompt
+        is in the cache, is a matter of time. Attention has other bits for a prompt's end than for the whole, and
+        products of several rows have others than those of one, but for MKL's in float32."""
         dtype = last_value(self._args.sglang_cli, "--dtype") or self._args.params_dtype
         if not self._args.deterministic_mode or self._cuda_devices is not None:
             return []
-        return [] if dtype == "float32" and rows_alone_by_mkl() else ["--max-running-requests", "1"]
+        together = dtype == "float32" and rows_alone_by_mkl()
+        return ["--disable-radix-cache", *([] if together else ["--max-running-requests", "1"])]
 
     def _part_flags(self) -> list[str]:
         """Of an engine that only computes prompts, or goes on from there. For the former's own service, by which the

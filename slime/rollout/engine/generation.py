@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import uuid
 from argparse import Namespace
 from typing import Any
@@ -12,10 +13,13 @@ from slime.backends.sglang.client import OnTokens, RequestError
 from slime.data import Sample, Status, routes
 from slime.data.rows.conversation import RowError, check_messages, render
 from slime.data.rows.tokenizer import load_tokenizer
+from slime.observability.logs import should_log
 from slime.options.flags.sglang import KEYED_POLICIES
 from slime.rollout.engine.state import RolloutState, is_ending, state_of_call
 from slime.rollout.sampling import train_sampling_params
 from slime.utils.errors import SettingError
+
+logger = logging.getLogger(__name__)
 
 _MAX_ABORTS = 16
 _CONTEXT = 5
@@ -82,6 +86,8 @@ async def _generate(
                 fields["on_tokens"] = on_tokens
             reply = await state.client.generate(sample.tokens, params, headers=headers, rid=rid, **fields)
         meta = reply["meta_info"]
+        if meta.get("num_retractions") and getattr(args, "deterministic_mode", False):
+            _warn_of_retraction(state, sample)
         if routes.START in fields:
             meta[routes.START] = fields[routes.START]
         # [[log-prob, token id, ...], ...]: taken together, so that no log-prob can belong to another token.
@@ -99,6 +105,17 @@ async def _generate(
         # Not the parts' texts: an interruption may have cut a character.
         sample.response = text + _text_of(args, sample.tokens, start)
     return sample
+
+
+def _warn_of_retraction(state: RolloutState, sample: Sample) -> None:
+    """Of a request whose place in the cache others have got: what is computed again may have other bits."""
+    state.num_retracted += 1
+    if should_log(state.num_retracted):
+        logger.warning(
+            "--deterministic-mode: an engine had no room in its cache for %d requests (now sample %s), and computed "
+            "them again: another run's bits may differ; lower --sglang-server-concurrency",
+            *(state.num_retracted, sample.index),
+        )
 
 
 def _params_of_rest(

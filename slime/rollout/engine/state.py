@@ -93,6 +93,8 @@ class RolloutState:
         """Tries to generate or to reward a sample that failed, by reason."""
         self.ending = False
         """No more requests are sent, and those that the engines abort do not go on."""
+        self.num_retracted = 0
+        """Replies of requests that an engine computed again in parts."""
         self.requests: set[str] = set()
         """Ids of those that an engine has."""
         self._doing: dict[object, _Doing] = {}
