@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from slime.data import Sample
 from tests.integration.harness import ROOT, RUN_S, TrainProcess, assert_registered, read_metrics, read_traces, series
-from tests.integration.replays import check_dumps, training
+from tests.integration.replays import assert_same_bits, check_dumps, training
 from tests.integration.strikes import back, events_of, kill_server
 from tests.integration.tiny import log_probs_of
 
@@ -252,26 +252,6 @@ def test_a_run_that_is_over_starts_neither_engine_nor_trainer(workspace: Path, c
     assert (colocated / "metrics.jsonl").read_text() == logged
 
 
-_OF_SAMPLES = ("index", "tokens", "rollout_log_probs", "reward", "weight_versions", "label")
-
-
-def _assert_equals_uninterrupted(run_dir: Path, colocated: Path, first: int) -> None:
-    """From rollout ``first`` on the same samples, engines' log-probs, rewards, losses, gradient norms and all else that
-    is logged of a step, and weights after the last one, bit for bit."""
-    steps, expected = ({line["train/step"]: line for line in training(each)} for each in (run_dir, colocated))
-    assert {"train/loss", "train/grad_norm", "train/train_rollout_logprob_abs_diff"} <= expected[first].keys()
-    for rollout_id in range(first, _ROLLOUTS):
-        ours, theirs = (
-            torch.load(each / f"samples_{rollout_id}.pt", weights_only=True)["samples"] for each in (run_dir, colocated)
-        )
-        for field in _OF_SAMPLES:
-            assert [sample[field] for sample in ours] == [sample[field] for sample in theirs], (rollout_id, field)
-        assert steps[rollout_id] == expected[rollout_id]  # of a step that was gone back behind, the last one
-    found, wanted = (load_file(each / f"hf_{_ROLLOUTS - 1}/model.safetensors") for each in (run_dir, colocated))
-    assert found.keys() == wanted.keys()
-    assert [name for name, tensor in found.items() if not torch.equal(tensor, wanted[name])] == []
-
-
 def _has_trained(run_dir: Path, rollout_id: int) -> bool:
     return rollout_id in series(run_dir, "train/step")
 
@@ -316,7 +296,7 @@ def test_a_resumed_run_that_loses_trainer_and_engine_equals_the_uninterrupted_on
     assert (origin is not None and not Path(origin[1]).exists()) or "as the run began" in event["action"]
     said = (workspace / "resumed.log").read_text().splitlines()
     assert f"training goes on from {run_dir / 'iter_0000000'} (--load)" in said
-    _assert_equals_uninterrupted(run_dir, colocated, first=1)
+    assert_same_bits(run_dir, colocated, range(1, _ROLLOUTS))
 
 
 @pytest.mark.full
@@ -366,7 +346,7 @@ def test_resume_after_a_killed_driver_equals_the_uninterrupted_run(workspace: Pa
 
     _run(line, workspace / "went_on.log")
     assert latest.read_text().strip() == str(_ROLLOUTS - 1)
-    _assert_equals_uninterrupted(run_dir, colocated, first=0)
+    assert_same_bits(run_dir, colocated, range(_ROLLOUTS))
 
     late = run_dir / "asked_for_later"
     _run([*line, "--save-hf", str(late)], workspace / "late.log")
