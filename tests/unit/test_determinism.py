@@ -60,6 +60,7 @@ def test_what_goes_with_it(words: str, parse: Parse) -> None:
         ("--over-sampling-batch-size 8", "what is done first, and so is trained, is a matter of time"),
         ("--partial-rollout", "what is done first, and so is trained, is a matter of time"),
         ("--sglang-speculative-algorithm EAGLE", "drafts without a seed"),
+        ("--sglang-enable-hierarchical-cache", "what a cache has of a prompt is a matter of time"),
         ("--sglang-enable-eplb", "experts move by how long"),
         ("--sglang-attention-backend flex_attention", "with --attention-backend flex_attention responses depend on"),
         ("--sglang-decode-attention-backend trtllm_mha", "with --decode-attention-backend trtllm_mha responses depend"),
@@ -148,6 +149,10 @@ def test_engines_are_told(dtype: str, is_intel: bool, tmp_path: Path, monkeypatc
     assert "--disable-radix-cache" not in plain
     assert last_value(told, "--max-running-requests") == ("8" if dtype == "float32" and is_intel else "1")
     assert last_value(plain, "--max-running-requests") == "8"
+    engine._cuda_devices = [0]
+    on_gpu = engine._command(1, 2)
+    assert {"--enable-deterministic-inference", "--disable-radix-cache"} <= set(on_gpu)
+    assert last_value(on_gpu, "--max-running-requests") == "8"
 
 
 def test_its_attention_is_the_installed_sglangs() -> None:

@@ -169,8 +169,15 @@ def run_args(directory: Path, **changes: Any) -> Namespace:
         ({}, {}, 320, {"pushes_float8": True}, "takes by disk only"),
         ({}, {}, 320, {"lora_sync": "adapter"}, "start it with --enable-lora"),
         ({"enable_lora": True}, {}, 320, {"lora_sync": "adapter"}, None),
-        ({}, {}, 320, {"deterministic_mode": True}, "start it with --enable-deterministic-inference"),
-        ({"enable_deterministic_inference": True}, {}, 320, {"deterministic_mode": True}, None),
+        ({"enable_deterministic_inference": True}, {}, 320, {"deterministic_mode": True}, "--disable-radix-cache"),
+        ({"disable_radix_cache": True}, {}, 320, {"deterministic_mode": True}, "start it with --enable-deterministic"),
+        (
+            {"enable_deterministic_inference": True, "disable_radix_cache": True},
+            {},
+            320,
+            {"deterministic_mode": True},
+            None,
+        ),
         ({"model_path": "other"}, {}, 320, {}, "hidden_size 128 instead of 64"),
     ],
 )

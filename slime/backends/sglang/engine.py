@@ -235,13 +235,14 @@ class Engine(Server):
         return [sys.executable, "-m", "slime.backends.sglang.launch", *flags]
 
     def _flags_of_equal_bits(self) -> list[str]:
-        """What a deterministic run needs on CPUs, whatever the user's flags: which requests meet, and what of a prompt
-        is in the cache, is a matter of time. Attention has other bits for a prompt's end than for the whole, and
-        products of several rows have others than those of one, but for MKL's in float32."""
-        dtype = last_value(self._args.sglang_cli, "--dtype") or self._args.params_dtype
-        if not self._args.deterministic_mode or self._cuda_devices is not None:
+        """What a deterministic run needs whatever the user's flags: which requests meet, and what of a prompt is in the
+        cache, is a matter of time. FlashAttention 3, of some widths of heads, and torch's attention on CPUs have other
+        bits for the end of a prompt than for the whole; on CPUs products of several rows have others than those of one,
+        but for MKL's in float32."""
+        if not self._args.deterministic_mode:
             return []
-        together = dtype == "float32" and rows_alone_by_mkl()
+        dtype = last_value(self._args.sglang_cli, "--dtype") or self._args.params_dtype
+        together = self._cuda_devices is not None or (dtype == "float32" and rows_alone_by_mkl())
         return ["--disable-radix-cache", *([] if together else ["--max-running-requests", "1"])]
 
     def _part_flags(self) -> list[str]:

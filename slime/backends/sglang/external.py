@@ -149,8 +149,8 @@ def _other_settings(told: Mapping[str, Any], config: Mapping[str, Any], args: Na
         yield "heads to draft by are pushed, which it takes by --update-weight-transport disk only"
     if args.use_rollout_routing_replay:
         yield "--use-rollout-routing-replay asks through the router, which only servers that slime starts understand"
-    if args.deterministic_mode and not told.get("enable_deterministic_inference"):
-        yield "--deterministic-mode: start it with --enable-deterministic-inference"
+    if args.deterministic_mode and not (told.get("enable_deterministic_inference") and told.get("disable_radix_cache")):
+        yield "--deterministic-mode: start it with --enable-deterministic-inference --disable-radix-cache"
     if args.lora_sync == "adapter" and not told.get("enable_lora"):
         yield "adapters are pushed: start it with --enable-lora"
 

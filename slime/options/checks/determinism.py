@@ -44,6 +44,12 @@ RULES = (
     Rule(
         "deterministic_mode",
         "and",
+        "sglang_enable_hierarchical_cache",
+        " do not go together: what a cache has of a prompt is a matter of time, and engines keep none; drop one",
+    ),
+    Rule(
+        "deterministic_mode",
+        "and",
         "sglang_enable_eplb",
         " do not go together: experts move by how long and how often they were asked; drop one",
     ),
