@@ -222,8 +222,8 @@ class Engine(Server):
         flags += self._part_flags()
         if engines_are_deterministic(args):
             flags.append("--enable-deterministic-inference")
-            if self._cuda_devices is not None:
-                flags += ["--attention-backend", "fa3"]
+        if args.true_on_policy_mode and self._cuda_devices is not None:
+            flags += ["--attention-backend", "fa3"]
         if args.returns_routes:
             flags.append("--enable-return-routed-experts")
         if meeting is not None:
