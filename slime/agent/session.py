@@ -32,6 +32,7 @@ from slime.agent.rendering import TurnRenderer
 from slime.agent.trajectory import TurnRecord
 from slime.data import Sample
 from slime.data.rows.messages import Messages, RowError
+from slime.observability.trace import around, span
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +153,7 @@ class Session:
         self._clients, self._on_turn = frozenset(clients), on_turn
         self._opened, self._tokens, self._begun = time.monotonic(), 0, 0
         self._turns: set[asyncio.Task[Any]] = set()
+        self._around = around()
         self.closed = False
 
     async def turn(self, request: TurnRequest, on_delta: Callable[[Delta], None] | None = None) -> TurnReply:
@@ -163,7 +165,9 @@ class Session:
         assert task is not None
         self._turns.add(task)
         try:
-            return await self._turn(request, on_delta)
+            # The gateway's tasks are not within the sample whose session it is.
+            with span("agent/turn", within=self._around):
+                return await self._turn(request, on_delta)
         except BaseException:
             self._begun -= 1
             raise

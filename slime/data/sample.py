@@ -136,6 +136,8 @@ class Sample:
     non_generation_time: float = 0.0
     spec_info: SpecInfo = field(default_factory=SpecInfo)
     prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+    trace: dict[str, Any] | None = None
+    """What was done for it and when, of every try, as `slime.observability.trace_utils` records it."""
 
     Status = Status
     SpecInfo = SpecInfo
@@ -284,6 +286,8 @@ class Sample:
         # Copies of lists: `append_response_tokens` may go on while the dict is being written.
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
         plain = {name: list(value) if isinstance(value, list) else value for name, value in values}
+        if self.trace is not None:
+            plain["trace"] = {**self.trace, "events": list(self.trace["events"])}
         try:
             plain |= {name: media.to_plain(plain[name]) for name in _WITH_MEDIA}
         except media.MediaError as error:

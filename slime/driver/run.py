@@ -141,11 +141,11 @@ class Run:
         self._meanwhile = Meanwhile(self._pushes, requests, self._data)
         self._data.catches_up(self._meanwhile.is_due, self._meanwhile.do)
         self._snapshots = snapshot_directory(args, placement, ray.util.get_node_ip_address())
-        opened = self._data.open_routers()
         with span("driver/start"):
+            opened = self._data.open_routers()
             self.engines.create(fleet, placement, keys)
             self._start_together(placement, shared)
-        self._data.serve(opened)
+            self._data.serve(opened)
         if fleet.engines:
             self._control = Control(args.run_dir, serving_host(keys), requests, self._view, versions)
         parts = (self._trainers, placement, self._data, self._memory, self._pushes, self._saver, self._restarts)

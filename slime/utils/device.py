@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -247,6 +249,13 @@ def memory() -> Memory:
         total - free,
         total,
     )
+
+
+def memory_gib() -> dict[str, float]:
+    """What is in use now, in GiB: of the host by this process, and on a GPU the figures of `Memory` by their names."""
+    host = {"host": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30}
+    of_device = {name: value / 2**30 for name, value in vars(memory()).items()} if is_cuda() else {}
+    return {name: round(value, 3) for name, value in (host | of_device).items()}
 
 
 def reset_peak() -> None:

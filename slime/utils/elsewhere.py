@@ -7,7 +7,6 @@ import re
 from types import ModuleType
 
 _BY_RM_TYPE = "await slime.rollout.rm_hub.async_rm(args, sample) grades by --rm-type"
-_TRACES = "slime.observability.trace.span writes spans into trace/ of the run's directory, see docs/traces.md"
 _GENERATE_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout, whose flags are in docs/rollout.md, does all of it"
 _EVALUATION = "generate_rollout(args, rollout_id, data_source, evaluation=True) scores all of args.eval_datasets"
 _HTTP = "slime.utils.http_utils.post and get open and close their client themselves"
@@ -18,8 +17,7 @@ _ELSEWHERE = {
     "slime.agent.adapters.common": "slime.agent.adapters has BaseAdapter, slime.agent.trajectory TurnRecord",
     "slime.agent.adapters.openai": "slime.agent.adapters has OpenAIAdapter",
     "slime.backends.megatron_utils": "a custom loss is given what it needs, see docs/algorithms.md",
-    "slime.observability.trace_utils": _TRACES,
-    "slime.observability.trace_viewer": _TRACES,
+    "slime.observability.trace_viewer": "python3 tools/make_trace.py makes a file for Perfetto, see docs/traces.md",
     "slime.options.schema": "slime.options.flags.schema has it",
     "slime.rollout.base_types.call_rollout_fn": "call the function; --rollout-function-path may name it",
     "slime.rollout.filter_hub.base_types.call_dynamic_filter": (
@@ -70,6 +68,7 @@ _ELSEWHERE = {
     "slime.utils.processing_utils": "slime.rollout.tokenizer has load_tokenizer",
     "slime.utils.storage": "slime.files.storage has it",
     "slime.utils.timer": "perf/ in metrics.jsonl has the times of a run's parts, see docs/metrics.md",
+    "slime.utils.trace_utils": "slime.observability.trace_utils has it",
     "slime.utils.types.MultimodalTypes": "images are not available yet in this version",
     "slime.utils.types.ParamInfo": "slime.models maps parameters to Hugging Face names, see docs/add_a_model.md",
     "slime_plugins": "write a custom generate function, see docs/customize.md",

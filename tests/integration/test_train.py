@@ -19,10 +19,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slime.data import Sample
+from tests.chrome_trace import assert_shows, read_chrome, roles, seconds_of_lanes
 from tests.integration.harness import ROOT, RUN_S, TrainProcess, assert_registered, read_metrics, read_traces, series
 from tests.integration.replays import assert_same_bits, check_dumps, training
 from tests.integration.strikes import back, events_of, kill_server
 from tests.integration.tiny import log_probs_of
+from tools import make_trace
 
 NUM_GPUS = 0
 pytestmark = pytest.mark.integration
@@ -196,6 +198,27 @@ def test_every_process_tells_where_its_time_goes(colocated: Path) -> None:
         seconds = [line["seconds"] for line in of("trainer_0", name)]
         assert seconds == series(colocated, f"perf/{metric}_time"), name
     assert not [line for lines in traces.values() for line in lines if "error" in line]
+
+
+def test_a_trace_for_perfetto_shows_all_of_them(colocated: Path, tmp_path: Path) -> None:
+    output = tmp_path / "trace.json"
+    assert make_trace.main([str(colocated), "--output", str(output)]) == 0
+    events, traces = read_chrome(output), read_traces(colocated)
+    assert_shows(events, [line for lines in traces.values() for line in lines])
+    assert set(roles(events).values()) == set(traces)
+    # The driver is always within a span: what is between them is less than a hundredth of the run.
+    seconds = seconds_of_lanes(events, "driver")
+    assert seconds["between"] < 0.01 * sum(seconds.values()), seconds
+    in_memory = [event["args"]["host"] for event in events if event["ph"] == "C"]
+    assert all(0.1 < gib < 64 for gib in in_memory)
+    assert len(in_memory) >= 4 * _ROLLOUTS
+    requests = [line for line in traces["rollout_manager"] if line["name"] == "rollout/request"]
+    assert {line["finish_reason"] for line in requests} <= {"stop", "length"}
+    assert sum(line["completion_tokens"] for line in requests if line.get("rollout") == 0) > 4 * 4
+    samples = torch.load(colocated / f"samples_{_ROLLOUTS - 1}.pt", weights_only=True)["samples"]
+    for sample in samples:
+        recorded = [(event["type"], event["name"]) for event in sample["trace"]["events"]]
+        assert recorded[:2] == [("span_start", "rollout/generating"), ("span_end", "rollout/generating")]
 
 
 def test_every_process_has_a_log(colocated: Path) -> None:

@@ -24,7 +24,7 @@ SINGLETON = "functools.cache on a function that makes the object gives one a pro
     [
         ("from slime.utils.misc import SingletonMeta", SINGLETON),
         ("import slime.utils.misc as U\nSTATE = U.SingletonMeta", SINGLETON),
-        ("import slime.observability.trace_utils", "docs/traces.md"),
+        ("from slime.utils.trace_utils import trace_span", "slime.observability.trace_utils has it"),
         ("from slime.rollout.sample_hooks import anything", "--rollout-sample-hook-path"),
         ("from slime.agent.adapters.common import TurnRecord", r"slime\.agent\.trajectory TurnRecord"),
     ],

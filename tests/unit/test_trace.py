@@ -43,9 +43,9 @@ def test_a_line_says_when_how_long_and_what_about(run_dir: Path, monkeypatch: py
         timed.fields["version"] = 7
     assert timed.seconds >= 0
     seconds = timed.seconds
-    assert written(run_dir) == [
-        {"name": "a", "start": 1000.5, "seconds": seconds, "role": "driver", "rollout": 3, "version": 7}
-    ]
+    (line,) = written(run_dir)
+    assert isinstance(line.pop("id"), int)
+    assert line == {"name": "a", "start": 1000.5, "seconds": seconds, "role": "driver", "rollout": 3, "version": 7}
 
 
 def test_seconds_are_those_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +63,44 @@ def test_spans_within_have_the_fields_of_those_around(run_dir: Path) -> None:
         pass
     fields = {line["name"]: (line.get("rollout"), line.get("version")) for line in written(run_dir)}
     assert fields == {"inner": (1, 2), "outer": (1, 1), "later": (None, None)}
+
+
+def test_a_line_names_the_one_around_it_and_lies_within_it_by_any_clock(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with span("outer"):
+        monkeypatch.setattr(time, "time", lambda: 1000.5)  # the host's clock is set
+        with span("inner"):
+            trace.instant("moment", sample=3)
+    with span("later"):
+        pass
+    lines = {line["name"]: line for line in written(run_dir)}
+    outer, inner, moment = lines["outer"], lines["inner"], lines["moment"]
+    assert (inner["parent"], moment["parent"], outer.get("parent")) == (outer["id"], inner["id"], None)
+    assert len({line["id"] for line in lines.values()}) == 4
+    assert (moment["seconds"], moment["instant"], moment["sample"]) == (0.0, True, 3)
+    assert outer["start"] <= inner["start"] <= moment["start"] <= inner["start"] + inner["seconds"]
+    assert inner["start"] + inner["seconds"] <= outer["start"] + outer["seconds"] + 1e-6
+    assert lines["later"]["start"] == 1000.5
+
+
+def test_a_span_of_another_task_may_be_the_one_around(run_dir: Path) -> None:
+    with span("outer", sample=3):
+        found = trace.around()
+    with span("inner", within=found):
+        trace.note(tokens=5)
+    outer, inner = written(run_dir)
+    assert (inner["parent"], inner["sample"], inner["tokens"]) == (outer["id"], 3, 5)
+    assert "tokens" not in outer
+    trace.note(tokens=6)  # of no span
+
+
+def test_a_field_does_not_take_the_place_of_what_a_line_says(run_dir: Path) -> None:
+    with span("a", role="judge", seconds=-1, parent="x"):
+        pass
+    (line,) = written(run_dir)
+    assert (line["name"], line["role"], "parent" in line) == ("a", "driver", False)
+    assert (line["field_role"], line["field_seconds"], line["field_parent"]) == ("judge", -1, "x")
 
 
 def test_a_span_within_one_without_fields_is_not_written_at_once(run_dir: Path) -> None:

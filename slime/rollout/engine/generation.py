@@ -14,6 +14,8 @@ from slime.data import Sample, Status, routes
 from slime.data.rows.conversation import RowError, check_messages, render
 from slime.data.rows.tokenizer import load_tokenizer
 from slime.observability.logs import should_log
+from slime.observability.trace import note
+from slime.observability.trace_utils import build_sglang_meta_trace_attrs
 from slime.options.flags.sglang import KEYED_POLICIES
 from slime.rollout.engine.state import RolloutState, is_ending, state_of_call
 from slime.rollout.sampling import train_sampling_params
@@ -85,7 +87,8 @@ async def _generate(
             if on_tokens is not None:
                 fields["on_tokens"] = on_tokens
             reply = await state.client.generate(sample.tokens, params, headers=headers, rid=rid, **fields)
-        meta = reply["meta_info"]
+            meta = reply["meta_info"]
+            note(**build_sglang_meta_trace_attrs(meta), version=meta.get("weight_version"))
         if meta.get("num_retractions") and getattr(args, "deterministic_mode", False):
             _warn_of_retraction(state, sample)
         if routes.START in fields:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from slime.backends.sglang.client import GenerateClient
 from slime.data import Sample
 from slime.observability.trace import span
+from slime.observability.trace_utils import trace_span
 from slime.rollout.engine.versions import versions
 from slime.rollout.runtime import RolloutRuntime, current, current_or_new
 from slime.utils.http_utils import RequestError, http_url
@@ -127,7 +128,8 @@ class RolloutState:
             held = functools.partial(goes_on, "held back by a weight update")
             async with self.runtime.acquire((self._rank, POSITION.get()), held):
                 line.close()
-                yield
+                with span("rollout/request"):
+                    yield
 
     @contextlib.contextmanager
     def doing(self, sample: Sample, what: str) -> Iterator[None]:
@@ -135,11 +137,10 @@ class RolloutState:
         key, doing = object(), _Doing(sample, what)
         self._doing[key] = doing
         try:
-            name, fields = what.replace(" ", "_"), {"sample": sample.index, "group": sample.group_index}
-            with setting(_doing, doing), span(f"rollout/{name}", **fields) as timed:
+            with setting(_doing, doing), trace_span(sample, f"rollout/{what.replace(' ', '_')}") as traced:
                 yield
                 if found := versions(sample):
-                    timed.fields["version"] = found[-1]
+                    traced.update({"version": found[-1]})
         finally:
             del self._doing[key]
 

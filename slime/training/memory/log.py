@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -34,13 +35,14 @@ class MemoryLog:
         self._phases: dict[str, device.Memory] = {}
 
     @contextmanager
-    def phase(self, name: str, **fields: int) -> Iterator[span]:
+    def phase(self, name: str, **fields: Any) -> Iterator[span]:
         """Note what the block takes, in memory and, with ``fields``, time; DeviceMemoryError in place of torch's error
         of memory that is used up."""
         device.reset_peak()
         try:
             with span(f"train/{name}", **fields) as timed:
                 yield timed
+                timed.fields["memory_gib"] = device.memory_gib()
         except torch.OutOfMemoryError as error:
             self._phases[f"{name} (did not fit)"] = device.memory()
             reason = str(error).splitlines()[0]

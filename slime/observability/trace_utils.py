@@ -1,0 +1,222 @@
+"""What was done for each sample, in ``Sample.trace``: upstream's functions for hooks, by upstream's names.
+
+A trace is a *carrier*: a dict of plain values, with ``events`` in the order of their time, which debug dumps keep. Its
+spans are lines of the run's trace (`slime.observability.trace`) as well. Targets are samples, handles of their traces
+(`bind_trace`), and lists of both, however nested; of anything else nothing is recorded, as no hook may fail by this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from slime.observability.trace import instant, span
+
+logger = logging.getLogger(__name__)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_VERSION = 1
+_OF_REQUEST = ("prompt_tokens", "completion_tokens", "cached_tokens")
+_OF_ENGINES_APART = (
+    *(f"pd_prefill_{what}" for what in ("bootstrap_queue_duration", "forward_duration", "transfer_queue_duration")),
+    *("pd_prefill_retry_count", "pd_decode_prealloc_duration", "pd_decode_transfer_duration"),
+    *("pd_decode_forward_duration", "pd_bootstrap_duration", "pd_alloc_waiting_duration"),
+    *("pd_transfer_speed_gb_s", "pd_transfer_total_mb"),
+)
+"""What engines tell that prefill or decode for others."""
+_span_ids = itertools.count(time.time_ns())
+_within: ContextVar[Mapping[str, str]] = ContextVar("span_of_each_trace", default=MappingProxyType({}))
+"""By trace, the id of the span that this task is in."""
+
+
+@dataclass
+class TraceHandle:
+    """A sample's trace, to be handed to code that does not have the sample."""
+
+    trace_id: str
+    carrier: dict[str, Any]
+    sample_id: int | str | None = None
+    group_id: int | str | None = None
+    attempt: int = 0
+    parent_span_id: str | None = None
+
+
+@dataclass
+class TraceSpan:
+    """A span that is under way; what is added to it stands at its end."""
+
+    target: Any
+    handles: list[TraceHandle]
+    attrs: dict[str, Any] = field(default_factory=dict)
+
+    def update(self, attrs: Mapping[str, Any] | None) -> TraceSpan:
+        """Add attributes."""
+        self.attrs.update(attrs or {})
+        return self
+
+    def set(self, key: str, value: Any) -> TraceSpan:
+        """Add one."""
+        return self.update({key: value})
+
+    set_attr, update_attrs = set, update
+
+
+def bind_trace(sample: Any) -> TraceHandle:
+    """The handle of a sample's trace, which is begun where it has none."""
+    carrier = sample.trace = getattr(sample, "trace", None) or {}
+    carrier.setdefault("version", _VERSION)
+    carrier.setdefault("trace_id", uuid.uuid4().hex)
+    carrier.setdefault("events", [])
+    carrier.setdefault("attempt", 0)
+    carrier |= {"sample_id": sample.index, "group_id": sample.group_index}
+    return TraceHandle(carrier["trace_id"], carrier, sample.index, sample.group_index, carrier["attempt"])
+
+
+def trace_event(target: Any, name: str, *, attrs: Mapping[str, Any] | None = None) -> None:
+    """Record a moment."""
+    handles = _handles_of(target)
+    for handle in handles:
+        _record(handle, "event", name, time.time(), attrs)
+    if handles:
+        instant(name, **_as_fields(handles, attrs))
+
+
+@contextlib.contextmanager
+def trace_span(
+    target: Any, name: str, *, attrs: Mapping[str, Any] | None = None, record_error: bool = True
+) -> Iterator[TraceSpan]:
+    """Record a block of synchronous or asynchronous code, with the error that ends it if ``record_error``."""
+    handles = _handles_of(target)
+    block = TraceSpan(handles[0] if len(handles) == 1 else target, handles)
+    if not handles:
+        yield block
+        return
+    outer, ids = _within.get(), [f"{next(_span_ids):x}" for _ in handles]
+    begun = time.time()
+    for handle, own in zip(handles, ids, strict=True):
+        parent = handle.parent_span_id or outer.get(handle.trace_id)
+        _record(handle, "span_start", name, begun, attrs, span_id=own, parent_span_id=parent)
+    inner = {handle.trace_id: own for handle, own in zip(handles, ids, strict=True)}
+    token = _within.set({**outer, **inner})
+    try:
+        with span(name) as timed:
+            timed.fields.update(_as_fields(handles, attrs))
+            try:
+                yield block
+            finally:
+                timed.fields.update(block.attrs)
+    except Exception as error:
+        if record_error:
+            block.update({"error_type": type(error).__name__, "error_message": str(error)})
+        raise
+    finally:
+        with contextlib.suppress(ValueError):  # of an asynchronous generator that another task has gone on with
+            _within.reset(token)
+        ended = time.time()
+        for handle, own in zip(handles, ids, strict=True):
+            _record(handle, "span_end", name, ended, block.attrs, span_id=own)
+
+
+def trace_function(
+    name: str,
+    *,
+    target: str | None = None,
+    target_getter: Callable[..., Any] | None = None,
+    attrs_getter: Callable[..., Mapping[str, Any] | None] | None = None,
+    record_error: bool = True,
+) -> Callable[[Function], Function]:
+    """A decorator that records each call of a function, plain or asynchronous.
+
+    Args:
+        target: the parameter that has the target; of neither this nor a getter, the first one that is a target.
+        target_getter: makes the target of the call's arguments.
+        attrs_getter: makes the span's attributes of them.
+        record_error: whether an error that ends the call is an attribute.
+    """
+
+    def decorate(function: Function) -> Function:
+        parameters = inspect.signature(function)
+
+        def recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
+            found, attrs = None, None
+            try:
+                if target_getter is not None:
+                    found = target_getter(*args, **kwargs)
+                else:
+                    given = parameters.bind_partial(*args, **kwargs).arguments
+                    found = given.get(target) if target else next(filter(_handles_of, given.values()), None)
+                attrs = attrs_getter(*args, **kwargs) if attrs_getter is not None else None
+            except Exception as error:  # of a getter; or the function will say what it lacks
+                logger.warning("trace_function(%r) of %s: %r", name, function.__qualname__, error)
+            return trace_span(found, name, attrs=attrs, record_error=record_error)
+
+        @functools.wraps(function)
+        async def in_task(*args: Any, **kwargs: Any) -> Any:
+            with recorded(args, kwargs):
+                return await function(*args, **kwargs)
+
+        @functools.wraps(function)
+        def in_thread(*args: Any, **kwargs: Any) -> Any:
+            with recorded(args, kwargs):
+                return function(*args, **kwargs)
+
+        return in_task if inspect.iscoroutinefunction(function) else in_thread  # type: ignore[return-value]
+
+    return decorate
+
+
+def trace_next_attempt(target: Any, *, attrs: Mapping[str, Any] | None = None) -> Any:
+    """Count another try at samples, to which what is recorded from now on belongs; ``target`` again."""
+    for handle in _handles_of(target):
+        handle.attempt = handle.carrier["attempt"] = handle.carrier["attempt"] + 1
+        trace_event(handle, "attempt_start", attrs={"attempt": handle.attempt, **(attrs or {})})
+    return target
+
+
+def build_sglang_meta_trace_attrs(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the ``meta_info`` of an engine's reply, what a span of its request should have: counts of tokens, why it
+    ended, its id, and the seconds of engines that prefill or decode for others."""
+    attrs = {key: meta[key] for key in (*_OF_REQUEST, *_OF_ENGINES_APART) if meta.get(key) is not None}
+    reason = meta.get("finish_reason")
+    kind = reason.get("type") if isinstance(reason, Mapping) else reason
+    return attrs | {k: v for k, v in (("finish_reason", kind), ("sglang_request_id", meta.get("id"))) if v is not None}
+
+
+def _handles_of(target: Any) -> list[TraceHandle]:
+    if isinstance(target, TraceHandle):
+        return [target]
+    if isinstance(target, (list, tuple)):
+        return [handle for each in target for handle in _handles_of(each)]
+    return [bind_trace(target)] if hasattr(target, "group_index") and hasattr(target, "index") else []
+
+
+def _record(
+    handle: TraceHandle,
+    kind: str,
+    name: str,
+    at: float,
+    attrs: Mapping[str, Any] | None,
+    **ids: str | None,
+) -> None:
+    event: dict[str, Any] = {"type": kind, "name": name, "ts": at, "trace_id": handle.trace_id}
+    event |= {"sample_id": handle.sample_id, "group_id": handle.group_id, "attempt": handle.carrier["attempt"]}
+    event |= {key: value for key, value in ids.items() if value is not None}
+    if attrs:
+        event["attrs"] = dict(attrs)
+    handle.carrier["events"].append(event)
+
+
+def _as_fields(handles: list[TraceHandle], attrs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A line's: of several samples it names the first, and how many there are."""
+    more = {} if len(handles) == 1 else {"samples": len(handles)}
+    return {"sample": handles[0].sample_id, "group": handles[0].group_id, **more, **(attrs or {})}

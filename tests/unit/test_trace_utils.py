@@ -1,0 +1,188 @@
+"""Upstream's functions that record in ``Sample.trace``, as hooks use them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.data import Sample
+from slime.observability import trace
+from slime.observability.trace_utils import (
+    TraceHandle,
+    bind_trace,
+    build_sglang_meta_trace_attrs,
+    trace_event,
+    trace_function,
+    trace_next_attempt,
+    trace_span,
+)
+
+NUM_GPUS = 0
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    trace.begin(str(tmp_path), "rollout_manager")
+    yield tmp_path
+    trace._forget()
+
+
+def written(run_dir: Path) -> list[dict[str, Any]]:
+    trace.flush()
+    path = run_dir / "trace" / "rollout_manager.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def sample_of(index: int = 3) -> Sample:
+    return Sample(index=index, group_index=1)
+
+
+def events_of(sample: Sample, *keys: str) -> list[tuple[Any, ...]]:
+    assert sample.trace is not None
+    return [tuple(event.get(key) for key in keys) for event in sample.trace["events"]]
+
+
+def test_a_span_is_two_events_with_what_was_added_at_its_end() -> None:
+    sample = sample_of()
+    with trace_span(sample, "generate", attrs={"turn": 1}) as span:
+        assert span.update({"tokens": 5}) is span
+        span.set("finish", "stop")
+    begin, end = sample.trace["events"]  # type: ignore[index]
+    assert (begin["type"], begin["name"], begin["attrs"]) == ("span_start", "generate", {"turn": 1})
+    assert (end["type"], end["name"], end["attrs"]) == ("span_end", "generate", {"tokens": 5, "finish": "stop"})
+    assert begin["span_id"] == end["span_id"]
+    assert begin["ts"] <= end["ts"]
+    assert {(event["sample_id"], event["group_id"], event["attempt"]) for event in (begin, end)} == {(3, 1, 0)}
+    assert sample.trace["version"] == 1  # type: ignore[index]
+
+
+def test_spans_within_name_the_one_around_of_the_same_sample() -> None:
+    first, second = sample_of(1), sample_of(2)
+    with trace_span(first, "outer"), trace_span([first, second], "inner"):
+        pass
+    outer = first.trace["events"][0]["span_id"]  # type: ignore[index]
+    assert events_of(first, "name", "parent_span_id")[:2] == [("outer", None), ("inner", outer)]
+    assert events_of(second, "name", "parent_span_id")[:1] == [("inner", None)]
+
+
+def test_an_error_is_recorded_and_passes() -> None:
+    sample = sample_of()
+    with pytest.raises(KeyError), trace_span(sample, "a"):
+        raise KeyError("x")
+    with pytest.raises(ValueError, match="y"), trace_span(sample, "b", record_error=False):
+        raise ValueError("y")
+    attrs = [attrs for (attrs,) in events_of(sample, "attrs")]
+    assert attrs == [None, {"error_type": "KeyError", "error_message": "'x'"}, None, None]
+
+
+def test_what_is_recorded_is_in_the_runs_trace_as_well(run_dir: Path) -> None:
+    with trace_span([sample_of(4), sample_of(5)], "grade", attrs={"within": 1}) as span:
+        trace_event(sample_of(4), "tool", attrs={"code": 7})
+        span.update({"score": 0.5})
+    moment, line = written(run_dir)
+    assert (moment["name"], moment["sample"], moment["code"], moment["instant"]) == ("tool", 4, 7, True)
+    assert (line["name"], line["sample"], line["group"], line["samples"]) == ("grade", 4, 1, 2)
+    assert (line["within"], line["score"], moment["parent"]) == (1, 0.5, line["id"])
+
+
+def test_a_handle_stands_for_its_sample_in_other_tasks() -> None:
+    sample = sample_of()
+    handle = bind_trace(sample)
+    assert isinstance(handle, TraceHandle)
+    assert bind_trace(sample).trace_id == handle.trace_id
+
+    async def tool() -> None:
+        trace_event(handle, "tool")
+
+    async def run() -> None:
+        with trace_span(sample, "agent"):
+            await asyncio.create_task(tool())
+
+    asyncio.run(run())
+    assert events_of(sample, "name") == [("agent",), ("tool",), ("agent",)]
+
+
+def test_functions_plain_and_asynchronous_by_every_way_to_name_the_target() -> None:
+    sample, handle = sample_of(), bind_trace(sample_of(9))
+
+    @trace_function("plain", target="sample")
+    def plain(args: object, sample: Sample) -> int:
+        """Keeps its name."""
+        return 1
+
+    @trace_function("task", target_getter=lambda args, payload: payload["sample"], attrs_getter=lambda *_: {"n": 2})
+    async def task(args: object, payload: dict[str, Sample]) -> int:
+        return 2
+
+    @trace_function("found")
+    def found(args: object, group: list[Sample]) -> int:
+        return 3
+
+    assert (plain(None, sample=sample), asyncio.run(task(None, {"sample": sample}))) == (1, 2)
+    assert found(None, [sample]) == 3
+    assert plain.__name__ == "plain"
+    assert asyncio.iscoroutinefunction(task)
+    assert events_of(sample, "type", "name", "attrs")[::2] == [
+        ("span_start", "plain", None),
+        ("span_start", "task", {"n": 2}),
+        ("span_start", "found", None),
+    ]
+    assert handle.carrier["events"] == []
+
+
+def test_no_call_fails_by_a_target_that_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    @trace_function("a", target="no_such")
+    def wrong(sample: Sample) -> int:
+        return 1
+
+    @trace_function("b", target_getter=lambda sample: sample["x"])
+    def broken(sample: Sample) -> int:
+        return 2
+
+    sample = sample_of()
+    assert (wrong(sample), broken(sample)) == (1, 2)
+    trace_event(None, "nothing")
+    with trace_span({"no": "target"}, "nothing") as span:
+        span.update({"x": 1})
+    assert sample.trace is None
+    assert "trace_function('b')" in caplog.text
+    with pytest.raises(TypeError, match="missing 1 required"):
+        wrong()  # type: ignore[call-arg]
+
+
+def test_another_try_is_counted() -> None:
+    sample = sample_of()
+    assert trace_next_attempt(sample, attrs={"why": "reward"}) is sample
+    trace_event(sample, "a")
+    assert events_of(sample, "name", "attempt") == [("attempt_start", 1), ("a", 1)]
+
+
+def test_dumps_keep_it_and_are_not_changed_later() -> None:
+    sample = sample_of()
+    trace_event(sample, "a")
+    dumped = sample.to_dict()
+    trace_event(sample, "b")
+    assert [event["name"] for event in dumped["trace"]["events"]] == ["a"]
+    again = Sample.from_dict(pickle.loads(pickle.dumps(sample.to_dict())))
+    assert again.trace == sample.trace
+    assert Sample.from_dict({"index": 1}).trace is None
+
+
+@pytest.mark.parametrize(
+    ("meta", "attrs"),
+    [
+        ({"id": "r1", "finish_reason": {"type": "length", "length": 8}}, {"finish_reason": "length"}),
+        ({"id": "r1", "finish_reason": "stop", "prompt_tokens": 3}, {"finish_reason": "stop", "prompt_tokens": 3}),
+        ({"id": "r1", "finish_reason": None, "cached_tokens": 0, "other": 1}, {"cached_tokens": 0}),
+        ({"id": "r1", "pd_decode_forward_duration": 0.5}, {"pd_decode_forward_duration": 0.5}),
+    ],
+)
+def test_what_an_engine_tells(meta: dict[str, Any], attrs: dict[str, Any]) -> None:
+    assert build_sglang_meta_trace_attrs(meta) == attrs | {"sglang_request_id": "r1"}
+    assert build_sglang_meta_trace_attrs({}) == {}

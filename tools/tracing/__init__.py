@@ -1,0 +1,1 @@
+"""A run's trace as one file for Perfetto."""
