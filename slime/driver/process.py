@@ -26,6 +26,7 @@ from slime.utils.command_line import strike_secrets
 from slime.utils.errors import BadInputError
 
 _CONTRACTS_FOLDER = Path(__file__).resolve().parents[2] / "tests" / "plugin_contracts"
+_DOCTOR = Path(__file__).resolve().parents[2] / "tools" / "doctor.py"
 _CONTRACT = r'Contract\(\s*"%s"'
 """How the program that checks functions of a flag says so."""
 _GENERATE = "--custom-generate-function-path"
@@ -50,11 +51,11 @@ def run_driver(train: Callable[[argparse.Namespace], None], args: argparse.Names
     except NothingLeftError as over:
         say(str(over))
     except RayDownError as error:
-        say(f"{program()}: error: {error}", sys.stderr)
+        say(f"{program()}: error: {error}{doctor_hint(args)}", sys.stderr)
         # At a usual end Ray's client would look for its head for a minute. The janitor ends what is left.
         os._exit(error.exit_status)
     except (RunError, StorageError, BadInputError) as error:
-        hint = contract_hint(args, str(error)) if type(error) is RunError else ""
+        hint = (contract_hint(args, str(error)) or doctor_hint(args)) if type(error) is RunError else ""
         say(f"{program()}: error: {shortened(str(error))}{hint}", sys.stderr)
         sys.exit(error.exit_status)
     except KeyboardInterrupt as error:
@@ -92,6 +93,12 @@ def contract_hint(args: argparse.Namespace, message: str) -> str:
             if re.search(_CONTRACT % flag, check.read_text()):
                 return f"\ntest this function in seconds: {shlex.join(['python3', os.path.relpath(check), *words])}"
     return ""
+
+
+def doctor_hint(args: argparse.Namespace) -> str:
+    """A line with the command that looks at the host: what failed may have nothing to do with the run."""
+    words = [os.path.relpath(_DOCTOR), *([args.run_dir] if getattr(args, "run_dir", None) else [])]
+    return f"\nlook for what is wrong with this host: {shlex.join(['python3', *words])}"
 
 
 def acquire_run_lock(directory: str | Path, flag: str) -> int:

@@ -26,7 +26,8 @@ def check_installation(program: str | None = None) -> None:
         name = program or Path(sys.argv[0]).name
         print(
             f"{name}: error: slime is not installed for {sys.executable} (no {', '.join(missing)}): "
-            "activate its environment (source .venv/bin/activate), or make it (bash scripts/install.sh)",
+            "activate its environment (source .venv/bin/activate), or make it (bash scripts/install.sh); "
+            "python3 tools/doctor.py says what else is missing",
             file=sys.stderr,
         )
         sys.exit(2)

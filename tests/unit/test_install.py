@@ -291,7 +291,9 @@ def test_wrong_options_of_the_quickstart_install_nothing(tmp_path: Path, words: 
     assert words[0] in result.stderr.splitlines()[-1]
 
 
-_NEED_NOTHING = {"make_arithmetic_data.py", "quickstart.py", "restart_run.py", "wait_for_nodes.py"}
+_NEED_NOTHING = {
+    *("doctor.py", "make_arithmetic_data.py", "make_trace.py", "quickstart.py", "restart_run.py", "wait_for_nodes.py"),
+}
 _PROGRAMS = [f"tools/{path.name}" for path in sorted((ROOT / "tools").glob("*.py")) if path.name not in _NEED_NOTHING]
 
 
