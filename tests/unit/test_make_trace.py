@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -106,6 +107,21 @@ def test_every_span_is_there_once_and_within_its_parent(run_dir: Path, tmp_path:
     found = made(run_dir, tmp_path)
     assert_shows(found, lines)
     assert list(roles(found).values()) == ["driver", "rollout_manager", "trainer_0"]
+
+
+def test_perfettos_own_reader_finds_as_many(run_dir: Path, tmp_path: Path) -> None:
+    reader = pytest.importorskip("perfetto.trace_processor")
+    binary = shutil.which("trace_processor_shell")
+    if binary is None:
+        pytest.skip("needs trace_processor_shell on PATH")
+    lines, events = lines_of(run_dir), made(run_dir, tmp_path)
+    config = reader.TraceProcessorConfig(bin_path=binary)
+    with reader.TraceProcessor(trace=str(tmp_path / "trace.json"), config=config) as processor:
+        (errors,) = processor.query("select sum(value) as n from stats where severity = 'error'")
+        (slices,) = processor.query("select count(*) as n from slice")
+    tracks = sum(1 for where in laid(events) if where[0] == "track")
+    faults = sum(event["name"].startswith("fault") for event in events)
+    assert (errors.n or 0, slices.n) == (0, len(lines) + tracks + faults)
 
 
 def test_a_sample_has_a_track_of_its_own_named_for_its_rollout(run_dir: Path, tmp_path: Path) -> None:
