@@ -212,8 +212,17 @@ def _record(
     event |= {"sample_id": handle.sample_id, "group_id": handle.group_id, "attempt": handle.carrier["attempt"]}
     event |= {key: value for key, value in ids.items() if value is not None}
     if attrs:
-        event["attrs"] = dict(attrs)
+        event["attrs"] = {str(key): _plain(value) for key, value in attrs.items()}
     handle.carrier["events"].append(event)
+
+
+def _plain(value: Any) -> Any:
+    """As text what is no number, text or container of these: checkpoints hold samples under way, with their traces."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else str(value)
 
 
 def _as_fields(handles: list[TraceHandle], attrs: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,15 @@ def test_another_try_is_counted() -> None:
     assert trace_next_attempt(sample, attrs={"why": "reward"}) is sample
     trace_event(sample, "a")
     assert events_of(sample, "name", "attempt") == [("attempt_start", 1), ("a", 1)]
+
+
+def test_attributes_of_any_kind_can_be_kept(run_dir: Path) -> None:
+    sample = sample_of()
+    with trace_span(sample, "a", attrs={"lock": threading.Lock(), "path": Path("/x"), "list": [1, (2, Path("/y"))]}):
+        pass
+    attrs = pickle.loads(pickle.dumps(sample)).trace["events"][0]["attrs"]
+    assert (attrs["path"], attrs["list"]) == ("/x", [1, [2, "/y"]])
+    assert written(run_dir)[0]["path"] == "/x"
 
 
 def test_dumps_keep_it_and_are_not_changed_later() -> None:

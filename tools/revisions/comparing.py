@@ -26,6 +26,7 @@ _SAMPLE_FIELDS = {
     "weight versions": ("weight_versions", "segment_starts", "segment_lengths"),
     "rewards": ("reward",),
 }
+_TIMES = ("_time", "trace")
 _IDS = ("session_id",)
 """Of a sample; by chance, so that only whether there is one can be compared."""
 
@@ -146,7 +147,7 @@ def _samples(directory: Path) -> Samples:
     for number, path in sorted((int(path.stem), path) for path in directory.glob("*.pt")):
         for place, sample in enumerate(torch.load(path, weights_only=True)["samples"]):
             ids = {name: "an id" for name in _IDS if sample.get(name) is not None}
-            kept = {name: value for name, value in sample.items() if not name.endswith("_time")}
+            kept = {name: value for name, value in sample.items() if not name.endswith(_TIMES)}
             found[f"rollout {number}, sample {place}"] = kept | ids
     return found
 
