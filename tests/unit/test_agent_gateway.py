@@ -22,6 +22,7 @@ from slime.agent.rendering import TurnRenderer
 from slime.agent.rollout import AgentError, generate
 from slime.agent.session import Budget, Generated, Session
 from slime.data import Sample
+from slime.observability import trace
 from tests import chat_templates
 
 NUM_GPUS = 0
@@ -106,6 +107,20 @@ def of_anthropic(made: Session, use: Callable[[anthropic.AsyncAnthropic], Awaita
 
 ASK: list[Any] = [{"role": "user", "content": "What is there?"}]
 ANSWERS = (f"<think>\nHm.\n</think>\n\nI look.\n{CALL}{END}", f"<think>\nSo.\n</think>\n\nNothing \u00fcber.{END}")
+
+
+def test_turns_are_within_the_span_of_the_sample_whose_session_it_is(renderer: TurnRenderer, tmp_path: Path) -> None:
+    trace.begin(str(tmp_path), "rollout_manager")
+    try:
+        with trace.span("rollout/generating", sample=3):
+            made, _ = session(renderer, ANSWERS[1])
+        of_openai(made, lambda client: client.chat.completions.create(model="any", messages=ASK))
+        trace.flush()
+    finally:
+        trace._forget()
+    lines = (tmp_path / "trace" / "rollout_manager.jsonl").read_text().splitlines()
+    sample, turn = map(json.loads, lines)
+    assert (turn["name"], turn["sample"], turn["parent"]) == ("agent/turn", 3, sample["id"])
 
 
 def check_what_was_asked(engine: Engine, made: Session) -> None:
