@@ -9,8 +9,11 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import ray
 
 from tests.integration.harness import ROOT, RUN_S
+from tools.doctoring.findings import Level, Setting
+from tools.doctoring.nodes import clocks
 
 NUM_GPUS = 0
 pytestmark = [pytest.mark.integration, pytest.mark.full]
@@ -27,3 +30,13 @@ def test_a_run_in_small_pushes_twice_and_leaves_nothing(tmp_path: Path) -> None:
     assert (done.returncode, "STOPS" in done.stdout) == (0, False), done.stdout
     with tarfile.open(bundle) as archive:
         assert {Path(name).name for name in archive.getnames()} >= {"report.txt", "packages.txt", "environment.txt"}
+
+
+def test_the_clocks_of_a_running_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", object_store_memory=100 << 20)
+    try:
+        monkeypatch.setenv("RAY_ADDRESS", context.address_info["gcs_address"])
+        (found,) = clocks(Setting())
+    finally:
+        ray.shutdown()
+    assert (found.level, "the clock of" in found.text) == (Level.FINE, True), found

@@ -15,7 +15,11 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
 ray.init(address="auto", logging_level="ERROR", log_to_driver=False)
-now = ray.remote(num_cpus=0)(time.time)
+
+@ray.remote(num_cpus=0)
+def now():
+    return time.time()
+
 found = []
 for node in ray.nodes():
     if node["Alive"]:
