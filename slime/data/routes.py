@@ -21,6 +21,7 @@ from slime.data.columns import ROUTES, Column
 FIELD, START = "routed_experts", "routed_experts_start_len"
 """Of an engine's ``meta_info``: routes, and the number of tokens before the first of them."""
 _ENGINES, _ABSENT_TOO = np.dtype("<i4"), -1
+_OPTIONS = ("use_rollout_routing_replay", "num_layers", "moe_layer_freq", "moe_router_topk", "num_experts")
 
 
 class RouteError(ValueError):
@@ -129,6 +130,14 @@ def route_columns(args: Namespace) -> tuple[Column, ...]:
     """The column of a run that replays its engines' routes; none of another, or before its model is known."""
     known = args.use_rollout_routing_replay and args.num_experts and args.num_layers
     return (RouteShape.of(args).column(),) if known else ()
+
+
+def route_options(args: Namespace) -> dict[str, Any]:
+    """Of a run's options those that the functions here read, for requests that others send; of one that does not replay
+    its engines' routes, or of options without any, that alone."""
+    if not getattr(args, "use_rollout_routing_replay", False):
+        return {"use_rollout_routing_replay": False}
+    return {name: getattr(args, name) for name in _OPTIONS}
 
 
 def joined(held: np.ndarray | None, meta_info: Mapping[str, Any], shape: RouteShape, tokens: int) -> Any:

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.data.routes import route_options
 from slime.observability.logs import FailureLog
 from slime.rollout.engine.gate import Gate, Line, PauseSwitch
 from slime.rollout.engine.loop import HOOK_THREADS
@@ -56,7 +57,7 @@ class OfLoop:
 class RolloutRuntime:
     """The requests of one process: how they are sent, how many at a time, to which engines, under which weights.
 
-    Its methods may be called from any thread or event loop of the process. Of the options it keeps none.
+    Its methods may be called from any thread or event loop of the process. It keeps those options alone that it says.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -68,6 +69,8 @@ class RolloutRuntime:
         """What was warned of, and is not again (`is_first`)."""
         self.services: dict[str, Any] = {}
         """What others run beside it in this process, by a name that each knows."""
+        self.route_options = route_options(args)
+        """For requests of those who have no options: whether engines are asked for routes, and what these are like."""
         self.version = _FIRST_VERSION
         """The newest weights at the engines, where the driver tells: that of train_async.py does."""
         self.engines = EngineSet(0, (), None)

@@ -62,7 +62,7 @@ def check_step(
     ]
     ours, reference = metrics.get("rollout/log_probs"), metrics.get("rollout/ref_log_probs")
     at_reference = is_first and not (args.ci_disable_kl_checker or args.use_rollout_logprobs)
-    bound = rounding(args.params_dtype)
+    bound = _apart_from_itself(args)
     if at_reference and ours is not None and reference is not None and not abs(ours - reference) <= bound:
         wrong.append(f"rollout/log_probs is {ours}, not the rollout/ref_log_probs {reference} of the first step")
     if args.use_opd and "train/pg_loss" in metrics and _DISTANCE not in metrics:
@@ -85,12 +85,19 @@ def _ranges(args: Namespace, is_first: bool) -> dict[str, tuple[float, float, st
     if args.use_opd:
         ranges[_DISTANCE] = (-sys.float_info.max, sys.float_info.max, "a finite number")
     if is_first and not args.ci_disable_kl_checker and _learns_from_itself(args):
-        bound = max(_OF_ITSELF, rounding(args.params_dtype))
+        bound = max(_OF_ITSELF, _apart_from_itself(args))
         ranges[_DISTANCE] = _zero(bound, "on the first step, whose teacher is the student")
     if is_first and not args.ci_disable_kl_checker:
-        bound = rounding(args.params_dtype, args.kl_loss_type)
+        bound = _apart_from_itself(args, args.kl_loss_type)
         ranges["train/kl_loss"] = _zero(bound, "on the first step, which is at the reference")
     return ranges
+
+
+def _apart_from_itself(args: Namespace, kl_type: str = "k1") -> float:
+    """How far a mean over tokens of the policy may be from that of a reference or teacher with its weights. Where the
+    policy has the engine's experts these choose their own: they may be as far apart as trainer and engine."""
+    bound = rounding(args.params_dtype, kl_type)
+    return args.ci_train_rollout_logprob_abs_diff_threshold if args.use_rollout_routing_replay else bound
 
 
 def _learns_from_itself(args: Namespace) -> bool:

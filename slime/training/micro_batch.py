@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -250,11 +250,16 @@ class MicroBatch:
 
     # ---- host and device
 
-    def prepare(self) -> None:
-        """Work out in host memory what a pass needs on the device; may be called in another thread."""
+    def prepare(self, unread: Collection[str] = ()) -> None:
+        """Work out in host memory what a pass needs on the device, without the columns that it leaves ``unread``; may
+        be called in another thread."""
         for name in (*self._batch.columns, _LABELS, _COUNTS, _WEIGHTS, _MEAN_WEIGHTS):
             column = self._columns.get(name)
-            if name not in self._made and (column is None or column.span in ("response", "sequence")):
+            if (
+                name not in self._made
+                and name not in unread
+                and (column is None or column.span in ("response", "sequence"))
+            ):
                 self._prepared(name)
         for name in self._media:
             self._prepared(name)
@@ -358,8 +363,9 @@ class Pass:
     Who has taken one is done with its columns, but for what it keeps itself, when it asks for the next.
     """
 
-    def __init__(self, micro_batches: Sequence[MicroBatch], takers: int = 1) -> None:
-        self._micro_batches = micro_batches
+    def __init__(self, micro_batches: Sequence[MicroBatch], takers: int = 1, unread: Collection[str] = ()) -> None:
+        """The columns that are ``unread`` by the pass are not prepared; `MicroBatch.get` still has them."""
+        self._micro_batches, self._unread = micro_batches, unread
         self._preparing = ThreadPoolExecutor(1)
         self._prepared: dict[int, Future[None]] = {}
         self._left = [takers] * len(micro_batches)
@@ -386,4 +392,4 @@ class Pass:
 
     def _prepare(self, number: int) -> None:
         if number < len(self._micro_batches) and number not in self._prepared:
-            self._prepared[number] = self._preparing.submit(self._micro_batches[number].prepare)
+            self._prepared[number] = self._preparing.submit(self._micro_batches[number].prepare, self._unread)

@@ -4,6 +4,7 @@ programs of agents."""
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.agent.harness import CLAUDE_CODE, CODEX
 from slime.agent.sandbox import LocalSandbox, SandboxLimits, detached
 from slime.data import Sample, Status
+from slime.rollout.runtime import RolloutRuntime
 from tests import chat_templates
 
 NUM_GPUS = 0
@@ -34,6 +36,8 @@ class Engine:
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.waits = asyncio.Event()
+        self.routes: int | None = None
+        """Layers whose routes, all of one expert, it tells to who asks."""
         self.app = web.Application()
         self.app.router.add_post("/generate", self._generate)
 
@@ -43,7 +47,14 @@ class Engine:
         if len(self.asked) > 2:
             await self.waits.wait()
         pairs = [[-0.25 * len(self.asked), token, None] for token in self.ids]
-        meta = {"output_token_logprobs": pairs, "finish_reason": {"type": "stop"}, "weight_version": "4"}
+        meta: dict[str, Any] = {
+            "output_token_logprobs": pairs,
+            "finish_reason": {"type": "stop"},
+            "weight_version": "4",
+        }
+        if self.routes and (wanted := self.asked[-1].get("session_params", {})).get("return_routed_experts"):
+            computed = len(self.asked[-1]["input_ids"]) + len(self.ids) - 1 - wanted["routed_experts_start_len"]
+            meta["routed_experts"] = base64.b64encode(bytes(4 * computed * self.routes)).decode()
         return web.json_response({"text": "", "output_ids": self.ids, "meta_info": meta})
 
 
@@ -116,6 +127,31 @@ def test_a_session_of_the_openers_id_becomes_samples(
     sid, messages, tools, reply, turn = told[0]
     assert (sid, messages, tools) == ("sid-1", QUESTION, None)
     assert (reply["reasoning_content"], list(turn.output_ids)) == ("Hm", stand_in.ids)
+
+
+def test_a_run_that_replays_routes_asks_for_them(
+    tokenizer: Any, engine: tuple[Engine, str], runtime: RolloutRuntime
+) -> None:
+    """Its adapters' users have nothing to do for it; each turn asks for those that are not known."""
+    stand_in, url = engine
+    shape = {"num_layers": 2, "moe_layer_freq": 1, "moe_router_topk": 1, "num_experts": 4}
+    runtime.route_options = {"use_rollout_routing_replay": True, **shape}
+    stand_in.routes = 2
+    adapter = OpenAIAdapter(tokenizer=tokenizer, sglang_url=url)
+    handle = run_app_in_thread(adapter.app, host="127.0.0.1", port=0)
+
+    async def use() -> list[Sample]:
+        adapter.open_session("sid-4")
+        assert [await _by_openai(handle.url, "sid-4") for _ in range(2)] == ["Yes", "Yes"]
+        return await adapter.finish_session("sid-4", base_sample=Sample())
+
+    samples = asyncio.run(use())
+    handle.stop()
+    asked = [{**body.get("session_params", {})} for body in stand_in.asked]
+    prompt = len(samples[0].tokens) - samples[0].response_length
+    assert asked == [{"return_routed_experts": True, "routed_experts_start_len": start} for start in (0, prompt)]
+    for sample in samples:
+        assert sample.rollout_routed_experts.shape == (len(sample.tokens) - 1, 2, 1)
 
 
 def test_a_turn_under_way_ends_with_its_session(tokenizer: Any, engine: tuple[Engine, str]) -> None:

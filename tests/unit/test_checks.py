@@ -143,6 +143,23 @@ def test_the_first_step_is_at_a_reference_that_no_kl_loss_measures() -> None:
             check_step(options(**{other: True}), "here", off, is_first=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "near", "far"),
+    [
+        ("train/kl_loss", 0.01, 0.2),
+        ("rollout/ref_log_probs", -1.51, -1.8),
+        (DIFFERENCE, 0.01, 0.2),
+        ("train/ppo_kl", 0.0, 0.01),
+    ],
+)
+def test_with_the_engines_routes_a_reference_is_as_near_as_the_engine(name: str, near: float, far: float) -> None:
+    """It chooses its experts; the policy takes the same in all of its passes."""
+    args = options(use_rollout_routing_replay=True, mismatch_threshold=9.0)
+    check_step(args, "here", GOOD | {name: near}, is_first=True)
+    with pytest.raises(TrainingError, match=name):
+        check_step(args, "here", GOOD | {name: far}, is_first=True)
+
+
 def test_every_wrong_metric_is_named() -> None:
     with pytest.raises(TrainingError, match=r"train/entropy_loss is -1, .*train/ppo_kl is 1, .*train/kl_loss is 1"):
         check_step(options(), "here", {"train/entropy_loss": -1, "train/ppo_kl": 1, "train/kl_loss": 1}, is_first=True)

@@ -100,7 +100,7 @@ def test_a_pass_has_one_micro_batch_on_the_device_and_what_passes_made_stays() -
 def test_a_mistake_in_what_is_prepared_beside_is_not_lost() -> None:
     batch = fresh_rows()
     micro_batches = [MicroBatch(batch, np.arange(2), step_of(batch), pack_layout()) for _ in range(2)]
-    micro_batches[1].prepare = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    micro_batches[1].prepare = lambda _: 1 / 0  # type: ignore[method-assign,assignment,return-value]
     with Pass(micro_batches) as taken, pytest.raises(ZeroDivisionError):
         list(taken)
 
@@ -114,7 +114,7 @@ def test_takers_share_what_is_prepared() -> None:
     prepared: list[int] = []
     for number, micro_batch in enumerate(micro_batches):
         prepare = micro_batch.prepare
-        micro_batch.prepare = lambda n=number, p=prepare: (prepared.append(n), p())  # type: ignore[method-assign,assignment,misc]
+        micro_batch.prepare = lambda unread, n=number, p=prepare: (prepared.append(n), p(unread))  # type: ignore[method-assign,assignment,misc]
     for _ in range(20):
         prepared.clear()
         with Pass(micro_batches, takers=2) as taken:
@@ -127,6 +127,18 @@ def test_takers_share_what_is_prepared() -> None:
                 assert ["place" in m._loaded for m in ahead] == [False, True]
         assert sorted(prepared) == list(range(6))
         assert not any(m._loaded for m in micro_batches)
+
+
+@pytest.mark.parametrize("unread", [(), ("route",)])
+def test_what_a_pass_does_not_read_is_not_laid_out(unread: tuple[str, ...]) -> None:
+    """Unless somebody asks for it nevertheless."""
+    batch = with_columns(fresh_rows())
+    layout = pack_layout(columns=with_declared(column_hooks.COLUMNS))
+    micro_batch = MicroBatch(batch, np.arange(4), step_of(batch), layout)
+    with Pass([micro_batch], unread=unread) as taken:
+        assert next(iter(taken)) is micro_batch
+        assert {"route", "place"} & set(micro_batch._host) == {"route", "place"} - set(unread)
+        assert micro_batch.get("route") is not None
 
 
 def test_a_pass_that_is_left_early_lets_go() -> None:

@@ -192,6 +192,24 @@ def test_routes_become_a_column() -> None:
     assert "routed_experts" in taken.columns
 
 
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+def test_a_users_function_may_set_them_by_itself(kind: Any) -> None:
+    """As upstream's do, of the bytes that an engine tells."""
+    own = kind(np.frombuffer(base64.b64decode(told(routes(3))["routed_experts"]), np.int32).reshape(3, 3, 2).copy())
+    column = to_columns(*_batch([own] * 8)).columns["routed_experts"]
+    assert column[0].tolist() == to_columns(*_batch([routes(3)] * 8)).columns["routed_experts"][0].tolist()
+
+
+def test_samples_without_routes_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    to_columns(*_batch([routes(3)] * 8))
+    assert not caplog.messages
+    for _ in range(2):
+        to_columns(*_batch([routes(3), None, *[routes(3)] * 6]))
+    (said,) = caplog.messages
+    assert "1 of 8 samples have no routes, first sample 1 " in said
+    assert "asks for return_routed_experts" in said
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [

@@ -168,7 +168,7 @@ class ResponsesAdapter(OpenAIAdapter):
 
 def _options(tokenizer: Any, url: str) -> Namespace:
     """What requests read of a run's options."""
-    parts = urlsplit(url)
+    parts, runtime = urlsplit(url), current()
     return Namespace(
         hf_checkpoint=tokenizer.name_or_path,
         sglang_router_ip=parts.hostname,
@@ -181,7 +181,7 @@ def _options(tokenizer: Any, url: str) -> Namespace:
         request_timeout=_REQUEST_S,
         sglang_server_concurrency=_CONCURRENCY,
         num_engines=1,
-        use_rollout_routing_replay=False,
+        **({"use_rollout_routing_replay": False} if runtime is None else runtime.route_options),
     )
 
 

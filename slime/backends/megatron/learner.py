@@ -31,6 +31,7 @@ from slime.backends.megatron.optimizer import (
 )
 from slime.backends.megatron.replay import Routing, RoutingReplay
 from slime.backends.megatron.weights import checkpoint, weights_io
+from slime.data.columns import ROUTES
 from slime.files.model_directory import stored_weights
 from slime.options.learning.algorithm import trained_names
 from slime.training.bad_steps import BAD_STEPS, leave_out
@@ -219,7 +220,8 @@ class MegatronLearner:
     ) -> list[Any]:
         """Run the model; what ``output`` made of each micro-batch on the last pipeline stage, elsewhere nothing."""
         replaying = nullcontext() if self._replay is None else self._replay.passing(routing)
-        with Pass(micro_batches, takers=len(self.chunks)) as taken, replaying:
+        unread = () if self._replay and routing is Routing.REPLAY else (ROUTES,)
+        with Pass(micro_batches, takers=len(self.chunks), unread=unread) as taken, replaying:
             iterators: Any = [iter(taken) for _ in self.chunks]
             results: list[Any] = get_forward_backward_func()(
                 forward_step_func=partial(self._forward, output),

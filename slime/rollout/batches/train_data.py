@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +26,9 @@ from slime.rollout.batches.conversion import Converted, convert
 from slime.rollout.batches.metrics import length_stats
 from slime.rollout.engine.versions import OLDER_THAN_ANY, as_number
 from slime.utils.errors import BadInputError
-from slime.utils.user_functions import call_user_function
+from slime.utils.user_functions import call_user_function, is_first
+
+logger = logging.getLogger(__name__)
 
 _NEEDS_ENGINE = ("use_tis", "use_rs", "use_rollout_logprobs")
 """Options without a meaning for samples that have no log-probs of an engine."""
@@ -275,10 +278,18 @@ def _metadata(samples: list[Sample]) -> np.ndarray:
 
 def _routes(args: Namespace, samples: list[Sample]) -> Ragged:
     """Routes of all tokens: those of samples that have none, or not of all tokens, are `RouteShape.absent` there."""
-    if all(sample.rollout_routed_experts is None for sample in samples):
-        raise BadInputError(
-            f"--use-rollout-routing-replay: none of {len(samples)} samples has routes: a generate function that asks "
-            "engines by itself asks for return_routed_experts, and passes meta_info to Sample.append_response_tokens"
+    without = [position for position, sample in enumerate(samples) if sample.rollout_routed_experts is None]
+    advice = (
+        "a generate function that asks engines by itself asks for return_routed_experts, and passes args and meta_info "
+        "to Sample.append_response_tokens"
+    )
+    if len(without) == len(samples):
+        raise BadInputError(f"--use-rollout-routing-replay: none of {len(samples)} samples has routes: {advice}")
+    if without and is_first("--use-rollout-routing-replay", "samples without routes"):
+        logger.warning(
+            f"--use-rollout-routing-replay: {len(without)} of {len(samples)} samples have no routes, first "
+            f"{_name(without[0], samples[without[0]])}, and the trainer chooses their experts (rollout/routed_ratio "
+            f"has the share of tokens with routes; this is said once): {advice}"
         )
     shape, rows = RouteShape.of(args), []
     for position, sample in enumerate(samples):
