@@ -123,10 +123,8 @@ class Run:
         args = self.args
         placement = self._placement = place(args, fleet)
         slots = sum(map(len, placement.engines))
-        say(
-            f"{args.num_rollout} rollouts; starting {fleet.trainers} training ranks and engines on {slots} slots "
-            "(logs in the run directory)"
-        )
+        parts = [f"{fleet.trainers} training ranks"] * bool(fleet.trainers) + [f"engines on {slots} slots"] * bool(slots)
+        say(f"{args.num_rollout} rollouts; starting {' and '.join(parts)} (logs in the run directory)")
         shared = placement.on_gpus and any(spec.beside_trainers for spec in fleet.engines)
         offloads = {
             name: shared if getattr(args, name) is None else getattr(args, name)

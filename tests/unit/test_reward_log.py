@@ -19,6 +19,8 @@ from tests.unit.test_train_data import make_args, make_samples
 NUM_GPUS = 0
 SHOWN: dict[str, Any] = {"save_debug_rollout_data": None, "hf_checkpoint": "my model"}
 
+DISTILLED: dict[str, Any] = {"use_opd": True, "custom_rm_path": "slime.rollout.on_policy_distillation.reward_func"}
+
 Rollout = Callable[..., None]
 
 
@@ -85,6 +87,7 @@ def test_which_rewards_it_were(
         (([0, 0], [0, 0]), {"loss_type": "custom_loss", "custom_loss_function_path": "f.py:loss"}),
         (([0, 0], [0, 0]), {"custom_advantage_function_path": "f.py:advantages"}),
         (([0, 0], [0, 0]), {"rollout_data_postprocess_path": "f.py:change"}),
+        (([0, 0], [0, 0]), DISTILLED | {"rm_type": None}),
     ],
 )
 def test_other_rollouts_are_not(
@@ -92,6 +95,14 @@ def test_other_rollouts_are_not(
 ) -> None:
     rollout(*rewards, **options)
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("options", [{"rm_type": "math"}, {"rm_type": None, "custom_rm_path": "my.py:reward"}])
+def test_rewards_of_a_task_beside_a_teacher_are_told_of(
+    options: dict[str, Any], rollout: Rollout, caplog: pytest.LogCaptureFixture
+) -> None:
+    rollout([0, 0], [0, 0], **DISTILLED | options)
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize(

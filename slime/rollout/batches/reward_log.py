@@ -11,6 +11,7 @@ import numpy as np
 
 from slime.data import Sample, TrainBatch
 from slime.observability.logs import should_log
+from slime.options.learning.distillation import REWARD_PATH
 from slime.rollout.batches.train_data import ZERO_STD
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ class RewardLog:
         `slime.rollout.batches.train_data.to_train_batches`, count the groups; one of ``samples`` is shown."""
         if args.loss_type != "policy_loss" or args.reward_baseline is None:
             return
+        if args.use_opd and args.custom_rm_path == REWARD_PATH and args.rm_type is None:
+            return  # a teacher teaches, and all rewards are 0
         # Samples that a response was cut into may differ where responses do not.
         if any(getattr(args, name) is not None for name in _MAKES_ADVANTAGES) or any(b.rewards.any() for b in batches):
             return
