@@ -123,7 +123,8 @@ class Run:
         args = self.args
         placement = self._placement = place(args, fleet)
         slots = sum(map(len, placement.engines))
-        parts = [f"{fleet.trainers} training ranks"] * bool(fleet.trainers) + [f"engines on {slots} slots"] * bool(slots)
+        counted = {f"{fleet.trainers} training ranks": fleet.trainers, f"engines on {slots} slots": slots}
+        parts = [what for what, count in counted.items() if count]
         say(f"{args.num_rollout} rollouts; starting {' and '.join(parts)} (logs in the run directory)")
         shared = placement.on_gpus and any(spec.beside_trainers for spec in fleet.engines)
         offloads = {
