@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from argparse import Namespace
 from typing import Any
 
@@ -10,8 +12,10 @@ import numpy as np
 import pytest
 
 from slime.data import Sample
+from slime.options.learning.distillation import REWARD_PATH
 from slime.rollout import on_policy_distillation as opd
-from slime.utils.errors import BadInputError
+from slime.rollout.rm_hub import async_rm
+from slime.utils.errors import BadInputError, SlimeError
 
 NUM_GPUS = 0
 SERVED = {"actor": ("10.0.0.1", 1), "reward": ("10.0.0.2", 2)}
@@ -150,6 +154,27 @@ def test_answers_that_score_other_tokens(scored: Any, expected: str, monkeypatch
     monkeypatch.setattr(opd, "post", Teacher(input_token_logprobs=scored))
     with pytest.raises(BadInputError, match=rf"^http://t:9/generate ({expected})"):
         asyncio.run(opd.reward_func(arguments(rm_url="http://t:9"), sample()))
+
+
+@pytest.mark.parametrize(
+    ("strike", "expected"),
+    [
+        ("hangs", r"^the reward of sample 3 by --custom-rm-path .* took longer than 0\.5 s \(--reward-timeout\)"),
+        ("dies", r"^--custom-rm-path .*the teacher of on-policy distillation: .*http://127\.0\.0\.1:"),
+    ],
+)
+def test_a_teacher_elsewhere_that_does_not_answer(strike: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither is waited for longer than for a reward, whatever the deadline of requests."""
+    monkeypatch.setattr(opd, "_TRIES", 0)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # it takes connections, and answers nothing
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        if strike == "dies":
+            server.close()
+        own = {"custom_rm_path": REWARD_PATH, "group_rm": False, "reward_timeout": 0.5, "request_timeout": 60.0}
+        began = time.monotonic()
+        with pytest.raises(SlimeError, match=expected):
+            asyncio.run(async_rm(arguments(rm_url=url, **own), sample()))
+        assert time.monotonic() - began < 20
 
 
 def test_rewards_are_those_without_the_flag() -> None:
