@@ -124,8 +124,8 @@ class Run:
         placement = self._placement = place(args, fleet)
         slots = sum(map(len, placement.engines))
         counted = {f"{fleet.trainers} training ranks": fleet.trainers, f"engines on {slots} slots": slots}
-        parts = [what for what, count in counted.items() if count]
-        say(f"{args.num_rollout} rollouts; starting {' and '.join(parts)} (logs in the run directory)")
+        begun = [what for what, count in counted.items() if count]
+        say(f"{args.num_rollout} rollouts; starting {' and '.join(begun)} (logs in the run directory)")
         shared = placement.on_gpus and any(spec.beside_trainers for spec in fleet.engines)
         offloads = {
             name: shared if getattr(args, name) is None else getattr(args, name)
