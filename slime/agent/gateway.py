@@ -29,6 +29,8 @@ _MODEL = "slime"
 _IN_PATH = "/sessions/{session}"
 """Before an API's path, for clients whose key cannot be chosen."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_ROLES = ("system", "user", "assistant", "tool")
+"""Of messages, in OpenAI's form. A turn of a misspelt assistant would be none of the model's, and its path a fork."""
 _FINAL = {"x-should-retry": "false"}
 """OpenAI's and Anthropic's clients try again after 429 and 5xx: what is refused here was tried already, or is spent."""
 _ANTHROPIC = AnthropicMessages()
@@ -72,6 +74,7 @@ class Gateway:
             app.router.add_get(f"{before}/v1/models", self._models)
         for path in ("/healthz", "/"):  # Claude Code asks for the second before its first turn
             app.router.add_get(path, _health)
+        app.router.add_route("*", "/{path:.*}", _nothing)
         return app
 
     # ---- who asks
@@ -151,6 +154,14 @@ async def _health(request: web.Request) -> web.Response:
     return web.json_response({"ok": True})
 
 
+async def _nothing(request: web.Request) -> web.Response:
+    """A path that is none of the above: as a rule, of a client whose address has one ``/v1`` too few or too many."""
+    paths = ", ".join(api.path for api in APIS)
+    words = f"{request.method} of this path is not served, POST of {paths} is"
+    hint = "OpenAI's clients take a base_url that ends in /v1 (base_url), Anthropic's one without it (session.url)"
+    return _refusal(APIS[0], SessionError(404, f"{words}: {hint}"))
+
+
 async def _body_of(request: web.Request) -> dict[str, Any]:
     try:
         text = await request.text()
@@ -168,6 +179,9 @@ def _read(api: Api, body: dict[str, Any], store: dict[str, Any]) -> tuple[TurnRe
     """What a body asks for, and what its reply is written with."""
     try:
         turn = api.request(body, store)
+        for number, message in enumerate(turn.messages):
+            if isinstance(role := message.get("role"), str) and role not in _ROLES:
+                raise SessionError(400, f"message {number} is of the role {role!r:.80}, which the API does not have")
         return turn, api.reply(body, turn, store)
     except (AttributeError, LookupError, TypeError) as error:
         raise SessionError(400, f"a part of the body is not what {api.path} takes there: {error}") from error

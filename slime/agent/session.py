@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -200,6 +201,8 @@ class Session:
 
     def _splitter(self, prompt: Prompt, request: TurnRequest) -> Splitter:
         opening = self.memory.renderer.decode(prompt.ids[-_OPENING_TOKENS:])
+        if request.tools and not self._parser:
+            _warn_unread()
         marker = MARKERS.get(self._parser, "") if request.tools and self._parser else None
         return Splitter(opened=opening.rstrip().endswith(THINK), marker=marker)
 
@@ -347,6 +350,14 @@ def _first(stops: Sequence[str], text: str) -> tuple[str | None, int]:
     found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
     at, stop = min(found, default=(len(text), None))
     return stop, at
+
+
+@functools.cache
+def _warn_unread() -> None:
+    logger.warning(
+        "tools are given, but the chat template does not tell how its model calls them: every answer is read as words. "
+        "Name the parser of its calls: --sglang-tool-call-parser, or an adapter's tool_parser"
+    )
 
 
 def _as_openai(call: Call, turn: Sequence[int], number: int) -> dict[str, Any]:

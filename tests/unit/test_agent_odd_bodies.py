@@ -14,14 +14,18 @@ import pytest
 from aiohttp import web
 from transformers import AutoTokenizer
 
+from slime.agent import session
 from slime.agent.gateway import Gateway
+from slime.agent.parsing import parser_of
 from slime.agent.rendering import TurnRenderer
 from slime.agent.session import Generated, Session
 from tests import chat_templates
+from tests.small_rollout import CHATML
 
 NUM_GPUS = 0
 END = "<|im_end|>"
 ASK: list[Any] = [{"role": "user", "content": "x"}]
+NO_TOOLS = CHATML.partition("{% endif %}")[2]
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 
 
@@ -73,7 +77,20 @@ def calling(calls: Any) -> list[Any]:
     return [*ASK, {"role": "assistant", "content": "", "tool_calls": calls}, *ASK]
 
 
+def tools(*functions: Any) -> dict[str, Any]:
+    return {"messages": ASK, "tools": [{"type": "function", "function": {"name": "f", **each}} for each in functions]}
+
+
 ODD: list[tuple[str, Any, str]] = [
+    (CHAT, tools({"name": " "}), "tool 0 has an empty name"),
+    (CHAT, tools({}, {}), "tool 1 (f): another tool has this name"),
+    (CHAT, tools({"parameters": "x"}), "tool 0 (f): its parameters must be a JSON schema, an object, not 'x'"),
+    (CHAT, tools({"parameters": {"properties": ["a"]}}), "tool 0 (f): properties of its parameters must be an object"),
+    (CHAT, tools({"parameters": {"properties": {"a": "integer"}}}), "tool 0 (f): properties of its parameters"),
+    (RESPONSES, {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": []}]}, "tool 0 (f): its"),
+    (MESSAGES, {"messages": ASK, "tools": [{"name": "f", "input_schema": "x"}]}, "tool 0 (f): its parameters must be"),
+    (CHAT, {"messages": [*ASK, {"role": "asistant", "content": "x"}]}, "message 1 is of the role 'asistant'"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "has no text: {'type': 'text'}"),
     (CHAT, {"messages": ASK, "response_format": "json"}, "is not what /v1/chat/completions takes"),
     (CHAT, {"messages": ASK, "stream_options": "x", "stream": True}, "is not what /v1/chat/completions takes"),
     (CHAT, {"messages": ASK, "tools": [{"function": "f"}]}, "is not what /v1/chat/completions takes"),
@@ -116,6 +133,33 @@ def test_a_body_that_is_too_large_is_told_in_the_apis_form(
     body = {"messages": [{"role": "user", "content": "x" * 2000}]}
     status, text = ask_all(Session(Engine(renderer), renderer), lambda url, key: posted(url + MESSAGES, key, body))
     assert (status, json.loads(text)["error"]["message"]) == (413, "Request Entity Too Large")
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/messages", "/v1/embeddings"])
+def test_a_path_that_is_not_served_is_told_which_are(renderer: TurnRenderer, path: str) -> None:
+    """As to a client whose base_url has one /v1 too few, or too many."""
+    made = Session(Engine(renderer), renderer)
+    status, text = ask_all(made, lambda url, key: posted(url + path, key, {"messages": ASK}))
+    words = json.loads(text)["error"]["message"]
+    assert (status, "base_url that ends in /v1" in words, CHAT in words) == (404, True, True)
+
+
+@pytest.mark.parametrize(("template", "warnings"), [(chat_templates.QWEN_3, 0), (CHATML, 1), (NO_TOOLS, 2)])
+def test_tools_that_a_template_has_no_place_for_are_told_of_once(
+    make_tokenizer: Callable[[str | None], Path], caplog: pytest.LogCaptureFixture, template: str, warnings: int
+) -> None:
+    """Of both ways: the model is not told of them, and what it calls is not read."""
+    own = TurnRenderer(AutoTokenizer.from_pretrained(str(make_tokenizer(template))))
+    made = Session(Engine(own, "a" + END, "a" + END), own, parser=parser_of(template))
+
+    async def use(url: str, key: dict[str, str]) -> None:
+        for _ in range(2):
+            assert (await posted(url + CHAT, key, tools({})))[0] == 200
+
+    session._warn_unread.cache_clear()
+    ask_all(made, use)
+    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("tools are given")]
+    assert len(told) == warnings
 
 
 def test_what_is_refused_is_not_asked_again(renderer: TurnRenderer) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import pytest
 
@@ -25,7 +25,7 @@ from slime.agent.sandbox import (
     ensure_agent_user,
     exec_and_wait,
 )
-from slime.agent.sandbox.protocol import needed, setting
+from slime.agent.sandbox.protocol import as_written, needed, setting
 from slime.processes import kernel
 from tests.waiting import wait_for
 
@@ -121,6 +121,14 @@ def test_a_long_command(shell: Shell, cmd: str, code: int, output: str) -> None:
     assert wait(shell, cmd, env={"A": "1"}, workdir=shell.root) == (code, output)
 
 
+@pytest.mark.parametrize("tag", ["", "a/b", "a b", "a;reboot"])
+def test_a_tag_that_can_be_no_file_is_refused(shell: Shell, tag: str) -> None:
+    """The command would not be found again, and be taken for one whose time is over."""
+    with pytest.raises(ValueError, match="tag must be letters, digits, dots, underscores and hyphens, not"):
+        asyncio.run(exec_and_wait(shell, cmd="true", time_budget_sec=9, tag=tag))
+    assert shell.sent == []
+
+
 def test_a_spawn_that_is_sent_twice_runs_once_and_a_tag_can_be_used_again(tmp_path: Path) -> None:
     """The guard must swallow the repetition of one spawn, and not the next command of that name."""
     shell = Shell(tmp_path, times=3)
@@ -202,6 +210,11 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OLD", "2")
     monkeypatch.setenv("EMPTY", " ")
     assert [setting("EMPTY", "OLD", default="3"), setting("EMPTY", default="3"), setting("NONE")] == ["2", "3", ""]
+
+
+def test_what_no_file_can_hold_is_said_in_words() -> None:
+    with pytest.raises(TypeError, match="a file holds text, bytes, or what a Path of this host does, not 5"):
+        as_written(cast("str", 5))
 
 
 def test_a_package_that_is_missing() -> None:

@@ -280,7 +280,8 @@ folder = os.path.dirname(os.path.abspath(__file__))
 with open(f"{folder}/calls", "a") as calls:
     calls.write(json.dumps({"argv": argv, "env": dict(os.environ)}) + "\\n")
 if argv[0] == "run" and argv[-2] == "missing":
-    sys.exit(print("Unable to find image", file=sys.stderr) or 125)
+    words = "Unable to find image\\ndocker: pull access denied.\\n\\nRun 'docker run --help' for more information"
+    sys.exit(print(words, file=sys.stderr) or 125)
 if argv[0] == "exec":
     names = [argv[i + 1] for i, each in enumerate(argv) if each == "--env"]
     env = {n.split("=")[0]: n.split("=", 1)[1] if "=" in n else os.environ[n] for n in names}
@@ -557,7 +558,7 @@ def test_dockers_client_gets_no_key_of_the_run(docker: Path, monkeypatch: pytest
 
 
 def test_an_image_or_a_docker_that_is_missing(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SandboxError, match="no sandbox of 'missing': Unable to find image"):
+    with pytest.raises(SandboxError, match=r"'missing': Unable to find image docker: pull access denied\.$"):
         run(DockerSandbox("missing").__aenter__())
     monkeypatch.setenv("SLIME_AGENT_DOCKER", "no-such-docker")
     with pytest.raises(SandboxError, match="there is no program 'no-such-docker' on PATH"):

@@ -125,5 +125,25 @@ def only_functions(body: Mapping[str, Any], tools: Any) -> list[dict[str, Any]] 
     if not isinstance(tools, list) or not all(
         isinstance(tool, dict) and isinstance((tool.get("function") or {}).get("name"), str) for tool in tools
     ):
-        raise ValueError("tools is not a list of functions")
+        raise ValueError("tools is not a list of functions, each with a name")
+    names: set[str] = set()
+    for number, tool in enumerate(tools):
+        _check_function(tool["function"], number, names)
     return [{"type": "function", "function": tool["function"]} for tool in tools]
+
+
+def _check_function(function: Mapping[str, Any], number: int, names: set[str]) -> None:
+    """ValueError for what templates render as nothing, or as something else than was meant; its name is added."""
+    name, parameters = function["name"], function.get("parameters")
+    where = f"tool {number} ({name:.80})"
+    if not name.strip():
+        raise ValueError(f"tool {number} has an empty name")
+    if name in names:
+        raise ValueError(f"{where}: another tool has this name, and a call could be of either")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise ValueError(f"{where}: its parameters must be a JSON schema, an object, not {parameters!r:.80}")
+    properties = (parameters or {}).get("properties") or {}
+    if not isinstance(properties, Mapping) or not all(isinstance(each, Mapping | bool) for each in properties.values()):
+        told = f"{properties!r:.80}"
+        raise ValueError(f"{where}: properties of its parameters must be an object of JSON schemas, not {told}")
+    names.add(name)

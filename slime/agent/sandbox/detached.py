@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import shlex
 import time
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.1, 5.0
 _CALL_S = 30
 _END_CALL_S = 60
 _OUTPUT_BYTES = 1 << 16
+_TAG = re.compile(r"[\w.-]+", re.ASCII)
 
 
 async def exec_and_wait(
@@ -37,7 +39,8 @@ async def exec_and_wait(
     """Run a shell command for as long as it takes, ``time_budget_sec`` seconds at most, and end all of it then.
 
     Args:
-        tag: names its files, ``/tmp/.TAG.sh`` and others; one command at a time may have it.
+        tag: names its files, ``/tmp/.TAG.sh`` and others; one command at a time may have it. Letters, digits, dots,
+            underscores and hyphens.
         out_file: where its standard output and error go.
         want_output: give the last 64 KiB of these back, else an empty string.
 
@@ -46,7 +49,10 @@ async def exec_and_wait(
 
     Raises:
         SandboxError: the sandbox failed.
+        ValueError: the tag can be no part of a file's name.
     """
+    if not _TAG.fullmatch(tag):
+        raise ValueError(f"tag must be letters, digits, dots, underscores and hyphens, not {tag!r:.80}")
     base = place(sb, f"/tmp/.{tag}")
     launcher, done, pid, lock = (f"{base}.{kind}" for kind in ("sh", "done", "pid", "lock"))
     out = out_file or f"{base}.out"

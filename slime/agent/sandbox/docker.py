@@ -64,7 +64,8 @@ class DockerSandbox(ServiceSandbox):
         run = ["run", "--detach", "--rm", "--init", "--name", self._container, *bounds, "--entrypoint", "sleep"]
         code, _, err = await self._docker([*run, self.image, str(self.lifetime_sec)], _PULL_S)
         if code != 0:
-            raise SandboxError(f"docker: no sandbox of {self.image!r}: {err.strip()[-500:]}")
+            told = " ".join(line for line in err.split("\n") if line and not line.startswith("Run 'docker"))
+            raise SandboxError(f"docker: no sandbox of {self.image!r}: {told[-500:]}")
         return self._container
 
     async def _stop(self) -> None:

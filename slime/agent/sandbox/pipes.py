@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import BinaryIO
 
-from slime.agent.sandbox.protocol import FileContent
+from slime.agent.sandbox.protocol import FileContent, as_written
 
 _CHUNK = 1 << 16
 
@@ -84,7 +84,7 @@ async def feed(content: FileContent | None) -> AsyncIterator[int]:
         finally:
             os.close(descriptor)
         return
-    source = content.encode() if isinstance(content, str) else content
+    source = as_written(content)
     opened = source.open("rb") if isinstance(source, Path) else source
     theirs, ours = os.pipe()
     writing = asyncio.ensure_future(asyncio.to_thread(_write, ours, opened))

@@ -109,6 +109,15 @@ def needed(name: str, package: str) -> ModuleType:
         raise SandboxError(f"this kind of sandbox needs the package {package}: pip install {package}") from error
 
 
+def as_written(content: FileContent) -> bytes | Path:
+    """A file's content; TypeError for what is none."""
+    if isinstance(content, str):
+        return content.encode()
+    if not isinstance(content, bytes | Path):
+        raise TypeError(f"a file holds text, bytes, or what a Path of this host does, not {content!r:.80}")
+    return content
+
+
 def writing(path: str) -> str:
     """A shell command that writes its standard input to a file, and makes the directories it is in."""
     return f'mkdir -p "$(dirname {shlex.quote(path)})" && cat > {shlex.quote(path)}'

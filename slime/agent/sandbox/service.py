@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Self, TypeVar
 
-from slime.agent.sandbox.protocol import ExecResult, FileContent, SandboxError, checked, setting
+from slime.agent.sandbox.protocol import ExecResult, FileContent, SandboxError, as_written, checked, setting
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class ServiceSandbox(ABC):
 
     async def write_file(self, path: str, content: FileContent, *, user: str = "root") -> None:
         """As `Sandbox.write_file`."""
-        data = content.encode() if isinstance(content, str) else content
+        data = as_written(content)
         await self._call(f"writing {path}", lambda: self._write(path, data, user), self.rpc_retries)
 
     async def read_file(self, path: str, *, user: str = "root") -> str:

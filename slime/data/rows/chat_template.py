@@ -171,6 +171,16 @@ class ChatTemplate:
         attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
         return attributes | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
 
+    def warn_of_tools(self) -> None:
+        """Say, once, that the template does not show tools, where it does not."""
+        if not self._reads_tools and "tools" not in self._warned:
+            self._warned.add("tools")
+            logger.warning("tools are given, but the chat template does not read them: the model is not told of any")
+
+    @functools.cached_property
+    def _reads_tools(self) -> bool:
+        return any(node.name == "tools" for node in self._tree.find_all(nodes.Name))
+
     @functools.cached_property
     def _roles_of_parts(self) -> set[str]:
         """Roles whose contents the template takes as lists of parts only."""
@@ -237,12 +247,15 @@ _cached = functools.lru_cache(maxsize=32)(ChatTemplate)
 
 def chat_template(tokenizer: Any, tools: Any, kwargs: str) -> ChatTemplate:
     """The template of a tokenizer, which may have another one for conversations with tools; RowError where it has
-    none."""
+    none. Where it shows no tools, and some are given, a warning says so."""
     try:
         source = tokenizer.get_chat_template(None, tools)
     except ValueError as error:
         raise RowError(str(error)) from error
-    return _cached(tokenizer, source, kwargs)
+    template = _cached(tokenizer, source, kwargs)
+    if tools:
+        template.warn_of_tools()
+    return template
 
 
 @contextmanager

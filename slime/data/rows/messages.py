@@ -84,7 +84,10 @@ def _text_of_part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-    text = part.get("text") if isinstance(part, dict) and kind in ("text", None) else None
+    is_text = isinstance(part, dict) and kind in ("text", None)
+    text = part.get("text") if is_text else None
+    if is_text and not isinstance(text, str):
+        raise RowError(f"{where} has no text: {part!r:.80}")
     if not isinstance(text, str):
         raise RowError(f'{where} is not text but {kind!r}: only {{"type": "text", "text": ...}} can be rendered')
     return text
