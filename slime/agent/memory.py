@@ -18,9 +18,8 @@ logger = logging.getLogger(__name__)
 
 _PATHS = 8
 """Of which a session's memory has the prompts at hand: those of other turns are put together of the path's parts."""
-
-
 _MANY_PATHS = 32
+"""From which on one more is warned of."""
 
 
 @functools.lru_cache(maxsize=1)

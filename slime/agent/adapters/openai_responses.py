@@ -26,6 +26,7 @@ from slime.data.rows.messages import Messages
 
 _PARAMS = {"max_output_tokens": "max_new_tokens"}
 _ASKED = ("instructions", "previous_response_id", "temperature", "top_p")
+"""What of a request its response repeats."""
 _TEXT_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 """Of OpenAI's codes for responses that have failed, by the status that a refusal would have; else ``server_error``."""
@@ -284,9 +285,7 @@ class _Reply(Reply):
 
     def _response(self, status: str, **values: Any) -> dict[str, Any]:
         named = {"id": self._id, "object": "response", "created_at": self._created, "model": self._model}
-        asked = {
-            name: self._body.get(name) for name in ("instructions", "previous_response_id", "temperature", "top_p")
-        }
+        asked = {name: self._body.get(name) for name in _ASKED}
         fixed = {"error": None, "incomplete_details": None, "usage": None, "metadata": self._body.get("metadata") or {}}
         tools = {
             "tools": self._body.get("tools") or [],
