@@ -225,15 +225,25 @@ def test_what_cannot_be_installed(inside: Callable[..., None], monkeypatch: pyte
     monkeypatch.setattr("slime.agent.harness.common.is_there", lambda *_: asyncio.sleep(0, False))
 
     async def use(sandbox: LocalSandbox) -> None:
-        with pytest.raises(SandboxError, match=r"no claude: .* name an archive in SLIME_AGENT_NODE_TARBALL"):
+        none, native = str(tmp_path / "none"), "SLIME_AGENT_CC_NATIVE_TARBALL"
+        for variable in ("SLIME_AGENT_NODE_TARBALL", "SLIME_AGENT_CC_TARBALL"):
+            with pytest.raises(
+                SandboxError, match=rf"no claude: .* in {native}, or .* in SLIME_AGENT_NODE_TARBALL and .*CC_TARBALL"
+            ):
+                await CLAUDE_CODE.install_cli(sandbox)
+            monkeypatch.setenv(variable, none)
+        with pytest.raises(SandboxError, match=r"SLIME_AGENT_NODE_TARBALL=.*: there is no such file"):
             await CLAUDE_CODE.install_cli(sandbox)
-        monkeypatch.setenv("SLIME_AGENT_NODE_TARBALL", str(tmp_path / "none"))
-        with pytest.raises(SandboxError, match="there is no such file"):
+        monkeypatch.setenv(native, none)
+        with pytest.raises(SandboxError, match=f"{native}=.*: there is no such file"):
             await CLAUDE_CODE.install_cli(sandbox)
-        broken = archive(tmp_path / "node.tar.gz", "gz", {"node-22/bin/npm": "#!/bin/bash\necho E404; exit 1\n"})
+        monkeypatch.delenv(native)
+        broken = archive(
+            tmp_path / "node.tar.gz", "gz", {"node-22/bin/npm": "#!/bin/bash\necho E404; echo so; exit 1\n"}
+        )
         for variable in ("SLIME_AGENT_NODE_TARBALL", "SLIME_AGENT_CC_TARBALL"):
             monkeypatch.setenv(variable, str(broken))
-        with pytest.raises(SandboxError, match=r"node.tar.gz could not be installed, status 1: E404"):
+        with pytest.raises(SandboxError, match=r"node.tar.gz could not be installed, status 1: E404 so$"):
             await CLAUDE_CODE.install_cli(sandbox)
 
     inside(use)
@@ -253,6 +263,13 @@ def test_further_variables_are_checked(monkeypatch: pytest.MonkeyPatch, text: st
     monkeypatch.setenv("SLIME_AGENT_CC_EXTRA_ENVS", text)
     with pytest.raises(ValueError, match="SLIME_AGENT_CC_EXTRA_ENVS"):
         CLAUDE_CODE.with_extra_envs({})
+
+
+@pytest.mark.parametrize("url", ["gateway:18001", "junk", "", "http://"])
+def test_an_address_that_is_none_is_told_before_anything_runs(url: str) -> None:
+    sandbox, asked = LocalSandbox(), {"session_id": "s", "time_budget_sec": 9, "prompt": "do"}
+    with pytest.raises(ValueError, match="adapter_url must be the gateway's, http://HOST:PORT"):
+        asyncio.run(CLAUDE_CODE.run(sandbox, workdir="/workspace", adapter_url=url, **asked))
 
 
 def test_names() -> None:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from slime.agent.sandbox.detached import ensure_agent_user, exec_and_wait
 from slime.agent.sandbox.protocol import Sandbox, SandboxError, place, setting
@@ -80,7 +81,10 @@ class BaseHarness(ABC):
 
         Raises:
             SandboxError: the sandbox failed.
+            ValueError: ``adapter_url`` is no address of a server.
         """
+        if urlsplit(adapter_url).scheme not in ("http", "https") or not urlsplit(adapter_url).hostname:
+            raise ValueError(f"adapter_url must be the gateway's, http://HOST:PORT (session.url), not {adapter_url!r}")
         await ensure_agent_user(sb, workdir)
         ctx = HarnessContext(workdir=workdir, session_id=session_id, adapter_url=adapter_url.rstrip("/"))
         await self.write_config(sb, ctx)
@@ -138,6 +142,11 @@ def _log(workdir: str) -> str:
     return f"{workdir}/.harness/trajectory.jsonl"
 
 
+def one_line(output: str) -> str:
+    """The end of what a program printed, for the line of an error."""
+    return " ".join(output.split())[-_LAST_BYTES:]
+
+
 async def last_words(sb: Sandbox, workdir: str) -> str:
     """The end of what an agent's program printed, which tells why it had no turn; empty where it printed nothing."""
     _, text, _ = await sb.exec(f"tail -c {_LAST_BYTES} {shlex.quote(_log(workdir))}", user="agent", timeout=_CALL_S)
@@ -169,21 +178,26 @@ async def install_archives(sb: Sandbox, program: str, *, variable: str, strip: i
     """
     if await is_there(sb, program):
         return
-    check = f"{program} --version"
-    if native := setting(f"SLIME_AGENT_{variable}_NATIVE_TARBALL"):
-        await install_native(sb, Path(native), program, strip, path, check)
+    check, native = f"{program} --version", f"SLIME_AGENT_{variable}_NATIVE_TARBALL"
+    if setting(native):
+        await install_native(sb, _file(native), program, strip, path, check)
         return
-    node, package = (_named_file(f"SLIME_AGENT_{name}_TARBALL", program) for name in ("NODE", variable))
+    by_npm = "SLIME_AGENT_NODE_TARBALL", f"SLIME_AGENT_{variable}_TARBALL"
+    if not all(map(setting, by_npm)):
+        raise SandboxError(
+            f"the sandbox has no {program}: install it in its image, or name an archive of the program in {native}, "
+            f"or of Node and of its package in {' and '.join(by_npm)}"
+        )
+    node, package = map(_file, by_npm)
     await install_npm_cli(sb, node_runtime=node, npm_package=package, check_cmd=check)
 
 
-def _named_file(variable: str, what: str) -> Path:
-    path = setting(variable)
-    if not path:
-        raise SandboxError(f"the sandbox has no {what}: install it in its image, or name an archive in {variable}")
-    if not Path(path).is_file():
+def _file(variable: str) -> Path:
+    """The one that a variable names; SandboxError where it is not there."""
+    path = Path(setting(variable))
+    if not path.is_file():
         raise SandboxError(f"{variable}={path}: there is no such file")
-    return Path(path)
+    return path
 
 
 async def install_npm_cli(sb: Sandbox, *, node_runtime: Path, npm_package: Path, check_cmd: str) -> None:
@@ -206,7 +220,7 @@ async def install_npm_cli(sb: Sandbox, *, node_runtime: Path, npm_package: Path,
         sb, cmd=unpack + install, time_budget_sec=_INSTALL_S, tag="harness-npm-install", want_output=True
     )
     if code != 0:
-        raise SandboxError(f"{npm_package.name} could not be installed, status {code}: {output.strip()[-500:]}")
+        raise SandboxError(f"{npm_package.name} could not be installed, status {code}: {one_line(output)}")
 
 
 async def install_native(sb: Sandbox, archive: Path, name: str, strip: int, program: str, check_cmd: str) -> None:

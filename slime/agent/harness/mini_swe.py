@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from slime.agent.harness.common import BaseHarness, HarnessContext, is_there, write_home
+from slime.agent.harness.common import BaseHarness, HarnessContext, is_there, one_line, write_home
 from slime.agent.sandbox.detached import exec_and_wait
 from slime.agent.sandbox.protocol import Sandbox, SandboxError, place, setting
 
@@ -44,7 +44,10 @@ class MiniSweHarness(BaseHarness):
             sb, cmd=command, time_budget_sec=_INSTALL_S, tag="harness-pip-install", want_output=True
         )
         if code != 0:
-            raise SandboxError(f"mini-swe-agent could not be installed, status {code}: {output.strip()[-500:]}")
+            hint = (
+                "" if wheels else " (without a network: wheels, in the sandbox's directory SLIME_AGENT_MINI_SWE_WHEELS)"
+            )
+            raise SandboxError(f"mini-swe-agent could not be installed{hint}, status {code}: {one_line(output)}")
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
         await write_home(sb, "mini-swe.yaml", _CONFIG.format(model=ctx.model_label))
