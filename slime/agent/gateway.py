@@ -90,7 +90,7 @@ class Gateway:
             if key in self._sessions:
                 assert key is not None
                 return self._sessions[key], self._stores[key]
-        raise SessionError(401, "no session of this key is open")
+        raise SessionError(401, "no session of this key is open: use base_url as it was given, or session.key")
 
     # ---- what is asked
 
