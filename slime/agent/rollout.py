@@ -12,9 +12,11 @@ import asyncio
 import contextlib
 import functools
 import json
+import math
 import threading
 from argparse import Namespace
 from collections.abc import AsyncIterator, Mapping
+from numbers import Real
 from typing import Any
 
 from slime.agent.aiohttp_threaded import AppHandle, run_app_in_thread
@@ -30,7 +32,7 @@ from slime.options.serving.agents import GENERATE
 from slime.rollout.engine.state import is_ending
 from slime.rollout.runtime import current
 from slime.rollout.user.hooks import accepted, call_hook
-from slime.utils.errors import SlimeError
+from slime.utils.errors import HookError
 from slime.utils.misc import load_function
 
 _FLAG = "--custom-agent-function-path"
@@ -39,7 +41,7 @@ _CLOSE_S = 5.0
 """For turns of an agent that has returned without waiting for them."""
 
 
-class AgentError(SlimeError, RuntimeError):
+class AgentError(HookError, RuntimeError):
     """An agent that did nothing that could be trained."""
 
 
@@ -138,6 +140,9 @@ def _checked(result: Any, where: str) -> dict[str, Any]:
     result = result or {}
     if unknown := [name for name in result if name not in ("reward", "metadata")]:
         raise AgentError(f"{where}: it returned {unknown[0]!r:.80}, which nothing reads: 'reward' and 'metadata' are")
+    reward = result.get("reward")
+    if not isinstance(reward, dict | None) and not (isinstance(reward, Real) and math.isfinite(reward)):
+        raise AgentError(f"{where}: the reward must be a finite number, or a dict (--reward-key), not {reward!r:.80}")
     if not isinstance(metadata := result.get("metadata"), dict | None):
         raise AgentError(f"{where}: the metadata must be a dict, not {metadata!r:.80}")
     return result

@@ -16,7 +16,8 @@ from slime.data import Sample
 from slime.data.rows.conversation import ConversationEncoder
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sampling import train_sampling_params
-from slime.utils.user_functions import HookError
+from slime.utils.errors import HookError
+from slime.utils.user_functions import naming
 from tests.fake_client import FakeClient
 from tests.scripted_turns import Args, Scripted, Use, held_up, turn_by_turn
 from tools.make_tiny_model import TOOL_CHAT_TEMPLATE
@@ -52,6 +53,8 @@ def session(args: Namespace, use: Use, *turns: str) -> tuple[Sample, FakeClient]
     [
         ("5", "it must return None or a dict, not 5"),
         ("{'rewards': 1.0}", "it returned 'rewards', which nothing reads: 'reward' and 'metadata' are"),
+        ("{'reward': 'good'}", "the reward must be a finite number, or a dict (--reward-key), not 'good'"),
+        ("{'reward': float('nan')}", "the reward must be a finite number, or a dict (--reward-key), not nan"),
         ("{'reward': 1.0, 'metadata': 5}", "the metadata must be a dict, not 5"),
     ],
 )
@@ -61,7 +64,7 @@ def test_what_an_agent_must_not_return_is_one_line(
     own = "from examples.agent_tool_use import agent\n\nasync def run(*given):\n    await agent.run(*given)\n"
     (tmp_path / "own.py").write_text(f"{own}    return {returned}\n")
     args.custom_agent_function_path = f"{tmp_path}/own.py:run"
-    with pytest.raises(AgentError) as refused:
+    with pytest.raises(AgentError) as refused, naming("--custom-generate-function-path"):  # in whose words it stays
         session(args, use, f"42{END}")
     assert str(refused.value) == f"--custom-agent-function-path {tmp_path}/own.py:run: {words}"
 
