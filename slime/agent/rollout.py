@@ -119,7 +119,8 @@ async def generate(
             if not session.aborted:
                 raise
             result = None
-    result = _checked(result, f"{_FLAG} {path}")
+    # Of a session that was cut short, what the agent made of it does not count.
+    result = {} if session.aborted else _checked(result, f"{_FLAG} {path}")
     parts = [] if session.aborted else session.samples(sample, result.get("reward"))
     if session.aborted or (not parts and is_ending()):
         sample.status = Status.ABORTED

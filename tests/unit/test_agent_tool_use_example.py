@@ -12,14 +12,14 @@ import pytest
 
 from examples.agent_tool_use import agent, make_data
 from slime.agent.rollout import AgentError, generate
-from slime.data import Sample
+from slime.data import Sample, Status
 from slime.data.rows.conversation import ConversationEncoder
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sampling import train_sampling_params
 from slime.utils.errors import HookError
 from slime.utils.user_functions import naming
 from tests.fake_client import FakeClient
-from tests.scripted_turns import Args, Scripted, Use, held_up, turn_by_turn
+from tests.scripted_turns import Args, Scripted, Use, end_of_rollout, held_up, turn_by_turn
 from tools.make_tiny_model import TOOL_CHAT_TEMPLATE
 
 NUM_GPUS = 0
@@ -67,6 +67,20 @@ def test_what_an_agent_must_not_return_is_one_line(
     with pytest.raises(AgentError) as refused, naming("--custom-generate-function-path"):  # in whose words it stays
         session(args, use, f"42{END}")
     assert str(refused.value) == f"--custom-agent-function-path {tmp_path}/own.py:run: {words}"
+
+
+def test_what_an_agent_makes_of_a_session_that_the_rollout_ended_does_not_count(
+    args: Namespace, use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = "import contextlib\nfrom examples.agent_tool_use import agent\n\nasync def run(*given):\n"
+    own += "    with contextlib.suppress(Exception):\n        await agent.run(*given)\n    return {'reward': 'none'}\n"
+    (tmp_path / "own.py").write_text(own)
+    args.custom_agent_function_path = f"{tmp_path}/own.py:run"
+    end_of_rollout(monkeypatch)
+    sample = Sample(prompt=make_data.question("c7"), label="42", index=3, metadata={"table": TABLE})
+    made = asyncio.run(generate(args, sample, train_sampling_params(args)))
+    assert isinstance(made, Sample)
+    assert made.status is Status.ABORTED
 
 
 def test_an_answer_is_waited_for_as_long_as_the_run_gives_it(
