@@ -4,6 +4,8 @@
 # Installs slime and everything it needs into the active virtual environment, or into .venv (made when missing) when
 # none is active. auto takes cuda where nvidia-smi lists a GPU, else cpu. A second call with nothing changed returns at once.
 #
+#   SLIME_COLUMN=new         with cpu: the newer releases of SGLang and megatron-core, for Python 3.12 (requirements/new/);
+#                            proven, the default, is what all tests are developed on. docs/install.md has what was run.
 #   SLIME_TORCH_INDEX=URL    take torch from this package index, e.g. https://download.pytorch.org/whl/cpu
 #   SLIME_CUDA=12.9          with cuda: builds for CUDA 12.9, not 13.0. The package index has none: they are taken from
 #                            https://download.pytorch.org/whl/cu129 (or SLIME_TORCH_INDEX) and
@@ -13,12 +15,20 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # shellcheck source=requirements/pins.sh
 source requirements/pins.sh
+case ${SLIME_COLUMN:=proven} in
+    proven) SETS=requirements ;;
+    new) SETS=requirements/new ;;
+    *) echo "error: SLIME_COLUMN must be proven or new, not '$SLIME_COLUMN'" >&2; exit 2 ;;
+esac
 
 say() { printf 'install: %s\n' "$*"; }
 die() { printf 'install: error: %s\n' "$*" >&2; exit 1; }
 
-supported() { # PYTHON: it runs and is 3.11 or 3.12 (a version manager's shim can exist and not run)
-    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1
+OLDEST=11 PYTHONS="3.11 or 3.12"
+[ "$SLIME_COLUMN" = proven ] || OLDEST=12 PYTHONS=3.12 # as megatron-core asks for
+
+supported() { # PYTHON: it runs and is one of PYTHONS (a version manager's shim can exist and not run)
+    "$1" -c "import sys; sys.exit(not (3, $OLDEST) <= sys.version_info[:2] <= (3, 12))" >/dev/null 2>&1
 }
 
 find_python() {
@@ -26,7 +36,7 @@ find_python() {
     for candidate in python3 python3.12 python3.11 python; do
         if supported "$candidate"; then echo "$candidate"; return; fi
     done
-    die "no Python 3.11 or 3.12 on PATH; install one (e.g. apt-get install python3.11 python3.11-venv)" \
+    die "no Python $PYTHONS on PATH; install one (e.g. apt-get install python3.$OLDEST python3.$OLDEST-venv)" \
         "or activate a virtual environment that has it"
 }
 
@@ -40,7 +50,7 @@ environment() { # prints the virtual environment to install into; makes .venv wh
         "$python" -m venv "$venv" >&2 || die "$python -m venv $venv failed; see the lines above"
     fi
     supported "$venv/bin/python" ||
-        die "the virtual environment $venv does not have Python 3.11 or 3.12; deactivate or remove it and run this again"
+        die "the virtual environment $venv does not have Python $PYTHONS; deactivate or remove it and run this again"
     "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip >/dev/null 2>&1 ||
         die "the virtual environment $venv has no pip and no ensurepip to get it; remove it and run this again"
     echo "$venv"
@@ -68,6 +78,7 @@ wanted_state() { # MODE PYTHON
         echo "$1 $SLIME_CUDA ${SLIME_TORCH_INDEX:-} ${SLIME_SGLANG_INDEX:-} $PWD"
         "$2" -V
         cat requirements/*.txt pyproject.toml setup.py
+        [ "$SLIME_COLUMN" = proven ] || cat "$SETS"/*.txt
     } | sha256sum
 }
 
@@ -95,15 +106,15 @@ pinned() { # FILE PACKAGE: the "package==version" line of a requirements file
 }
 
 install_packages() { # for MODE: requirements as the package index has them
-    local constraints=requirements/constraints-$mode.txt
+    local constraints=$SETS/constraints-$mode.txt
     if [ -n "${SLIME_TORCH_INDEX:-}" ]; then
         pip_install "torch from $SLIME_TORCH_INDEX" --no-deps --index-url "$SLIME_TORCH_INDEX" \
-            "$(pinned "requirements/$mode.txt" torch)"
+            "$(pinned "$SETS/$mode.txt" torch)"
     fi
-    pip_install "requirements/$mode.txt and dev.txt" \
-        -r "requirements/$mode.txt" -r requirements/dev.txt -c "$constraints"
+    pip_install "$SETS/$mode.txt and dev.txt" \
+        -r "$SETS/$mode.txt" -r requirements/dev.txt -c "$constraints"
     if [ "$mode" = cpu ]; then
-        pip_install requirements/cpu-nodeps.txt --no-deps -r requirements/cpu-nodeps.txt
+        pip_install "$SETS/cpu-nodeps.txt" --no-deps -r "$SETS/cpu-nodeps.txt"
     fi
 }
 
@@ -128,6 +139,8 @@ case $mode in
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) say "error: unknown argument '$mode'; usage: scripts/install.sh [auto|cpu|cuda]" >&2; exit 2 ;;
 esac
+[ "$mode $SLIME_COLUMN" != "cuda new" ] ||
+    die "SLIME_COLUMN=new is for cpu: on GPUs these releases have not been run (docs/install.md)"
 
 venv=$(environment) || exit 1
 state=$(wanted_state "$mode" "$venv/bin/python")

@@ -24,6 +24,8 @@ ALLOW_FLAG = "--allow-untested-versions"
 ALLOW_VARIABLE = "SLIME_ALLOW_UNTESTED_VERSIONS"
 """How the flag reaches every process of a run, and programs that have no such flag: 1 is yes."""
 
+OR = " || "
+"""Between the specifiers of releases that a patch is for: PEP 440 has no word for it."""
 Facts = TypeVar("Facts")
 """What decides which of a table's patches a process needs."""
 _told: set[str] = set()
@@ -52,7 +54,7 @@ class Patch(Generic[Facts]):
     package: str
     """The distribution whose releases decide whether the patch is needed."""
     versions: str
-    """A PEP 440 specifier: the releases of it on which the patch was seen to be needed, and to work."""
+    """PEP 440 specifiers with `OR` between them: the releases on which the patch was seen to be needed, and to work."""
     where: str
     """Which processes, on which hosts."""
     goes: str
@@ -60,6 +62,8 @@ class Patch(Generic[Facts]):
     apply: Callable[..., Any]
     """Carries it out; of one that lasts only for a block, it returns a context manager (see `within`)."""
     wanted: Callable[[Facts], bool] = lambda _: True
+    gone: str = ""
+    """As ``versions``: the releases that were seen to need it no more. It is left out there, and nothing told."""
 
     @property
     def what(self) -> str:
@@ -72,10 +76,11 @@ class Patch(Generic[Facts]):
 
     def is_tested(self) -> bool:
         """Whether the installed release is one of ``versions``; builds of it (2.11.0+cu129) count as the release."""
-        from packaging.specifiers import SpecifierSet  # the site is built of these records' modules without it
+        return _is_one_of(self.installed(), self.versions)
 
-        version = self.installed()
-        return version is not None and SpecifierSet(self.versions).contains(version, prereleases=True)
+    def is_gone(self) -> bool:
+        """Whether the installed release is one of ``gone``."""
+        return bool(self.gone) and _is_one_of(self.installed(), self.gone)
 
 
 def due(
@@ -87,19 +92,24 @@ def due(
     otherwise an UntestedVersionError says that an installed release is none of those that a wanted patch was made for.
     """
     for patch in patches:
-        if not patch.wanted(facts):
+        if not patch.wanted(facts) or patch.is_gone():
             continue
         if patch.is_tested():
             yield patch
             continue
         if os.environ.get(ALLOW_VARIABLE) != "1":
             raise UntestedVersionError(
-                f"{_untested(patch)}: install {patch.package}{patch.versions}, or do without the patch by {ALLOW_FLAG} "
-                f"({ALLOW_VARIABLE}=1 for programs without that flag)"
+                f"{_untested(patch)}: install {patch.package}{told(patch.versions)}, "
+                f"or do without the patch by {ALLOW_FLAG} ({ALLOW_VARIABLE}=1 for programs without that flag)"
             )
         if patch.name not in _told:
             _told.add(patch.name)
             warn(f"{_untested(patch)}: it is left out, as {ALLOW_FLAG} says")
+
+
+def told(releases: str) -> str:
+    """Releases that a patch is for, as people read them."""
+    return releases.replace(OR, " or ")
 
 
 def apply(patches: Iterable[Patch[Facts]], facts: Facts) -> None:
@@ -122,7 +132,15 @@ def allow_untested_versions() -> None:
     os.environ[ALLOW_VARIABLE] = "1"
 
 
+def _is_one_of(version: str | None, releases: str) -> bool:
+    from packaging.specifiers import SpecifierSet  # the site is built of these records' modules without it
+
+    return version is not None and any(
+        SpecifierSet(release).contains(version, prereleases=True) for release in releases.split(OR)
+    )
+
+
 def _untested(patch: Patch[Any]) -> str:
     version = patch.installed()
     found = f"{patch.package} {version} is installed" if version else f"no version of {patch.package} is known"
-    return f"{found}, and the patch {patch.name} (docs/patches.md) is for {patch.versions}"
+    return f"{found}, and the patch {patch.name} (docs/patches.md) is for {told(patch.versions)}"

@@ -28,6 +28,7 @@ from slime.backends.sglang.client import EngineControl, EngineError, GenerateCli
 from slime.backends.sglang.engine import Engine
 from slime.utils.http_client import Http
 from slime.utils.http_utils import RequestError, get, post
+from slime.utils.patching import version_of
 from tests.integration.tiny import KEYS, Service, engine_args, log_probs_of, processes_of
 from tests.waiting import command_line, wait_for, wait_for_ends
 
@@ -234,7 +235,7 @@ def test_pause_aborts_with_partial_tokens_and_continue_serves_again(service: Ser
 def test_capabilities_and_health(service: Service) -> None:
     assert service.control.health()
     assert {"/generate", "/update_weights_from_tensor"} <= service.control.capabilities
-    assert "/begin_weight_update" not in service.control.capabilities
+    assert service.control.has_sessions == (version_of("sglang") != "0.5.17")
     nobody = EngineControl("http://127.0.0.1:9", None, None, timeout=5)
     assert not nobody.health()
     with pytest.raises(EngineError, match=r"engine http://127\.0\.0\.1:9: GET /model_info"):

@@ -93,6 +93,22 @@ def test_cpu_installs_engines_without_dependencies_and_only_once(checkout: Check
     assert len(checkout.pip_calls()) == 2 * len(calls)
 
 
+def test_the_new_column_has_requirements_and_a_python_of_its_own(checkout: Checkout) -> None:
+    assert checkout.run("cpu").returncode == 0
+    proven = checkout.pip_calls()
+    said = checkout.run("cpu", SLIME_COLUMN="new").stdout
+    assert "up to date" not in said
+    assert checkout.run("cpu", SLIME_COLUMN="new").stdout.startswith("install: up to date")
+    assert [call.replace("/new/", "/") for call in checkout.pip_calls()] == 2 * proven
+    assert checkout.pip_calls()[3:5] == [
+        call.replace("requirements/c", "requirements/new/c") for call in proven[:2]
+    ]  # dev.txt is of both
+    refused = checkout.run("cuda", SLIME_COLUMN="new")
+    assert (refused.returncode, "SLIME_COLUMN=new is for cpu" in refused.stderr) == (1, True)
+    wrong = checkout.run("cpu", SLIME_COLUMN="newest")
+    assert (wrong.returncode, wrong.stderr) == (2, "error: SLIME_COLUMN must be proven or new, not 'newest'\n")
+
+
 @pytest.mark.parametrize("lines", ["GPU 0: some", "Unable to determine the device handle\nGPU 1: some"])
 def test_a_gpu_selects_the_cuda_set(lines: str, checkout: Checkout) -> None:
     checkout.executable("nvidia-smi", f"#!/usr/bin/env bash\necho '{lines}'\n")

@@ -30,7 +30,7 @@ def there_and_back(
     """Rows, their probabilities, tokens again; and gradients of tokens and probabilities."""
     tokens, probs, chosen, upstream = inputs
     tokens, probs = tokens.clone().requires_grad_(), probs.clone().requires_grad_()
-    rows, of_rows, index = permute(tokens, chosen, probs=probs, num_out_tokens=TOKENS * topk)
+    rows, of_rows, index, *_ = permute(tokens, chosen, probs=probs, num_out_tokens=TOKENS * topk)
     out = unpermute(rows * of_rows[:, None].to(rows.dtype), index, restore_shape=tokens.shape, routing_map=chosen)
     out.backward(upstream)
     assert tokens.grad is not None
@@ -49,7 +49,7 @@ def test_same_as_megatron(topk: int) -> None:
 
 def test_sums_of_bfloat16_are_rounded_once() -> None:
     tokens, probs, chosen = torch.randn(TOKENS, HIDDEN), torch.rand(TOKENS, EXPERTS), routing(5)
-    rows, _, index = permutation.permute(tokens.bfloat16(), chosen, probs=probs, num_out_tokens=TOKENS * 5)
+    rows, _, index, *_ = permutation.permute(tokens.bfloat16(), chosen, probs=probs, num_out_tokens=TOKENS * 5)
     rows = torch.randn_like(rows)
     out = permutation.unpermute(rows, index, restore_shape=tokens.shape)
     want = torch.zeros(TOKENS, HIDDEN).index_add(0, index, rows.float())
@@ -62,9 +62,11 @@ def test_megatron_drops_tokens_itself() -> None:
     chosen[3] = False
     inputs = torch.randn(TOKENS, HIDDEN), torch.rand(TOKENS, EXPERTS), chosen, torch.randn(TOKENS, HIDDEN)
 
-    def permute(tokens: Tensor, chosen: Tensor, probs: Tensor, num_out_tokens: int) -> Any:
-        return permutation.permute(tokens, chosen, probs=probs, num_out_tokens=chosen.sum())
+    def counted(permute: Any) -> Any:
+        return lambda tokens, chosen, probs, num_out_tokens: permute(
+            tokens, chosen, probs=probs, num_out_tokens=chosen.sum()
+        )
 
-    got = there_and_back(permute, permutation.unpermute, inputs, 2)
-    want = there_and_back(moe_utils.permute, moe_utils.unpermute, inputs, 2)
+    got = there_and_back(counted(permutation.permute), permutation.unpermute, inputs, 2)
+    want = there_and_back(counted(moe_utils.permute), moe_utils.unpermute, inputs, 2)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

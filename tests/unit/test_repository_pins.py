@@ -94,7 +94,8 @@ def test_what_installs_names_no_version_of_a_package() -> None:
 @pytest.mark.parametrize("page", ["docs/install.md", "docker/README.md", "docs/zh/docker.md"])
 def test_pages_on_installing_name_the_pinned_versions(page: str) -> None:
     named = SPOKEN.findall((ROOT / page).read_text())
-    known = [pins(file) for file in ("constraints-cpu.txt", "constraints-cuda.txt", "constraints-cuda-12.9.txt")]
+    files = ("constraints-cpu.txt", "constraints-cuda.txt", "constraints-cuda-12.9.txt", "new/constraints-cpu.txt")
+    known = [pins(file) for file in files]
     wrong = []
     for name, version in named:
         expected = {versions[name.lower()] for versions in known if name.lower() in versions}

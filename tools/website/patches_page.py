@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slime.driver.preflight.patch_report import TABLES
-from slime.utils.patching import Patch
+from slime.utils.patching import Patch, told
 from tools.website.observability_pages import with_tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,9 @@ def table() -> str:
 
 
 def _row(patch: Patch[object]) -> str:
-    releases = f"{patch.package} {patch.versions.replace(',', ', ')}"
+    releases = f"{patch.package} {told(patch.versions).replace(',', ', ')}"
+    if patch.gone:
+        releases += f"; not needed in {told(patch.gone)}"
     return f"| `{patch.name}` | {releases} | {patch.where} | {patch.what} | {patch.goes} |"
 
 

@@ -24,6 +24,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from slime.backends.megatron import releases
 from slime.backends.megatron.layers import dispatch, mtp, same_kernels
 from slime.backends.megatron.layers.attention import PackedAttention, packed_attention
 from slime.backends.megatron.layers.experts import Experts
@@ -244,8 +245,9 @@ def _block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None
         else:
             attention.core_attention = functools.partial(PackedAttention, rotary=rotary, kernel=kernel)
             attention.q_layernorm = attention.k_layernorm = norm if config.qk_layernorm else IdentityOp
-        if parts.mlp.module is MoELayer:
-            parts.mlp.submodules.experts = Experts
+        kind, mlp = releases.of_module(parts.mlp)
+        if kind is MoELayer:
+            mlp.experts = Experts
         if uses_te:
             te.use_linear_layers(parts)
     block.layer_norm = norm

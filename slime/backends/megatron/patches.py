@@ -23,7 +23,7 @@ from torch import Tensor
 from slime.backends.megatron import cpu_shim
 from slime.options.training import import_transformer_engine
 from slime.utils import device, patching
-from slime.utils.patching import Patch
+from slime.utils.patching import OR, Patch
 
 _OTHER_OPTIMIZERS = ("transformer_engine.pytorch.optimizers", "apex.optimizers", "amp_C")
 _RANK = "every training rank"
@@ -172,14 +172,21 @@ class RankFacts:
         return cls(saves=args.save is not None)
 
 
+PROVEN, NEW = "==0.16.1", "==0.19.2"
+"""The releases of the two columns (docs/install.md)."""
+BOTH = f"{PROVEN}{OR}{NEW}"
+
+
 def _megatron(
     name: str,
     goes: str,
     apply: Callable[..., Any],
     where: str = _RANK,
     wanted: Callable[[RankFacts], bool] = lambda _: True,
+    versions: str = BOTH,
+    gone: str = "",
 ) -> Patch[RankFacts]:
-    return Patch(name, "megatron-core", "==0.16.1", where, goes, apply, wanted)
+    return Patch(name, "megatron-core", versions, where, goes, apply, wanted, gone)
 
 
 def _on_cpu(name: str, goes: str, apply: Callable[..., Any]) -> Patch[RankFacts]:
@@ -220,6 +227,8 @@ FIXES: tuple[Patch[RankFacts], ...] = (
         fix_latent_attention_without_transformer_engine,
         _RANK + ", without Transformer Engine",
         lambda rank: not rank.transformer_engine,
+        PROVEN,
+        NEW,
     ),
     _megatron("optimizer_load", "Megatron's loads torch's AdamW.", fix_distributed_optimizer_load),
     _megatron(

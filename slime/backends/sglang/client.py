@@ -25,6 +25,8 @@ _FLUSH_POLL_S = 0.1
 _ABORT_S = 0.5
 _ABORT_POLL_S = 0.01
 _BODY_IN_ERROR = 2000
+_BEGIN, _IS_OPEN = "/begin_weight_update", "already open"
+"""What opens a session, and what SGLang says where there is one."""
 _BUCKET = {"load_format": "flattened_bucket", "flush_cache": False}
 
 
@@ -159,11 +161,13 @@ class EngineControl:
         if not reply.ok:
             raise self._refusal("POST", "/weights_checker", reply)
         # With attention by data parallelism each group of ranks answers for all.
-        return {rank["parallelism_info"]["tp_rank"]: rank["checksums"] for rank in reply.json()["ranks"]}
+        return {_tp_rank(rank["parallelism_info"]): rank["checksums"] for rank in reply.json()["ranks"]}
 
     def update_weights_from_tensor(self, payloads: Sequence[str], *, leaves_draft: bool = False) -> None:
         """Load a flattened bucket, a base64 pickle a rank, also into a model to draft by, unless ``leaves_draft``."""
-        body = {"serialized_named_tensors": list(payloads)} | ({"disable_draft_model": True} if leaves_draft else {})
+        body: dict[str, Any] = {"serialized_named_tensors": list(payloads)}
+        if leaves_draft:  # releases with sessions have another word for it
+            body |= {"selector": "target"} if self.has_sessions else {"disable_draft_model": True}
         self._post("/update_weights_from_tensor", body | _BUCKET)
 
     def init_weights_update_group(self, **group: str | int) -> None:
@@ -227,14 +231,26 @@ class EngineControl:
         self._post("/unload_lora_adapter", {"lora_name": ADAPTER})
 
     def begin_weight_update(self) -> None:
-        """Open an update session, on releases that demand one (0.5.17 has none, 0.5.23 answers 400 without)."""
-        if "/begin_weight_update" in self.capabilities:
-            self._post("/begin_weight_update", {})
+        """Open an update session, on releases that demand one (0.5.17 has none, 0.5.23 answers 400 without); one that a
+        push left open when it failed is closed before."""
+        if not self.has_sessions:
+            return
+        reply = self._request("POST", _BEGIN, {})
+        if reply.status_code == 400 and _IS_OPEN in reply.text:
+            self.end_weight_update()
+            reply = self._request("POST", _BEGIN, {})
+        if not reply.ok:
+            raise self._refusal("POST", _BEGIN, reply)
 
     def end_weight_update(self) -> None:
         """Close the session of `begin_weight_update`."""
-        if "/end_weight_update" in self.capabilities:
+        if self.has_sessions:
             self._post("/end_weight_update", {})
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether the release loads weights in sessions only."""
+        return _BEGIN in self.capabilities
 
     @property
     def capabilities(self) -> frozenset[str]:
@@ -312,6 +328,13 @@ class GenerateClient:
         if not isinstance(reply, dict):
             raise RequestError(f"POST {self._url}: the reply is not a JSON object: {str(reply)[:200]}")
         return reply
+
+
+def _tp_rank(places: Any) -> int:
+    """Of a rank's places, which 0.5.23 tells of each of its models."""
+    place = places[0] if isinstance(places, list) else places
+    rank: int = place["tp_rank"]
+    return rank
 
 
 def _dumps(payload: Any) -> bytes:

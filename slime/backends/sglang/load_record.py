@@ -18,6 +18,13 @@ _LOADER = "default_weight_loader"
 _COPY_END = "_fp32"
 """How SGLang names buffers that are a weight in float32: ``_weight_fp32`` of ``weight``."""
 _NOTE = "_slime_loads"
+_UPDATES = (
+    "update_weights_from_disk",
+    "update_weights_from_distributed",  # until 0.5.17
+    "load_weights_from_distributed",  # in 0.5.23, which receives in another method
+    "update_weights_from_tensor",
+)
+"""Methods of SGLang's updaters that load, of which each release has three."""
 
 
 class LoadNote:
@@ -57,7 +64,7 @@ def _patch(scheduler: Any) -> None:
     updaters: Any = importlib.import_module("sglang.srt.model_executor.model_runner_components.weight_updater")
     checkers: Any = importlib.import_module("sglang.srt.utils.weight_checker")
     managers: Any = importlib.import_module("sglang.srt.lora.lora_manager")
-    for name in ("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor"):
+    for name in filter(functools.partial(hasattr, updaters.WeightUpdater), _UPDATES):
         setattr(updaters.WeightUpdater, name, _noting(getattr(updaters.WeightUpdater, name)))
     checkers.WeightChecker.handle = _answering(checkers.WeightChecker.handle)
     manager = managers.LoRAManager
@@ -75,12 +82,13 @@ def _noting(update: Callable[..., Any]) -> Callable[..., Any]:
 
 def _answering(handle: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(handle)
-    def answer(self: Any, action: str, allow_quant_error: bool = False) -> Any:
+    def answer(self: Any, action: str, *args: Any, **options: Any) -> Any:
         if not action.startswith(ACTION):
-            return handle(self, action, allow_quant_error)
+            return handle(self, action, *args, **options)
         model = self._get_model()
         told = note_of(model).answer(model, int(action.removeprefix(ACTION)))
-        rank = self._parallelism_info().model_dump()
+        # 0.5.23 says by "role" whether the model is one to draft by.
+        rank = self._parallelism_info(**{name: options[name] for name in ("role",) if name in options}).model_dump()
         return {"checksums": told.as_strings(), "per_gpu_checksum": "", "parallelism_info": rank}
 
     return answer

@@ -19,7 +19,7 @@ from slime.backends.sglang import cpu_stand_ins, fixes, load_record, same_kernel
 from slime.options.flags.sglang import ROUTER_POLICY
 from slime.processes.server_process import FLOAT8_VARIABLE, SAME_KERNELS_VARIABLE, last_value
 from slime.utils import device, patching
-from slime.utils.patching import Patch
+from slime.utils.patching import OR, Patch
 from slime.utils.stores import RENDEZVOUS
 
 _EVERY = "every process of a server"
@@ -92,10 +92,21 @@ def _config(directory: str | None) -> dict[str, Any]:
     return json.loads(config.read_text()) if config is not None and config.is_file() else {}
 
 
+PROVEN, NEW = "==0.5.17", "==0.5.23"
+"""The releases of the two columns (docs/install.md)."""
+BOTH = f"{PROVEN}{OR}{NEW}"
+
+
 def _sglang(
-    name: str, where: str, goes: str, apply: Callable[..., Any], wanted: Callable[[ServerFacts], bool] = lambda _: True
+    name: str,
+    where: str,
+    goes: str,
+    apply: Callable[..., Any],
+    wanted: Callable[[ServerFacts], bool] = lambda _: True,
+    versions: str = BOTH,
+    gone: str = "",
 ) -> Patch[ServerFacts]:
-    return Patch(name, "sglang", "==0.5.17", where, goes, apply, wanted)
+    return Patch(name, "sglang", versions, where, goes, apply, wanted, gone)
 
 
 def _on_cpu(
@@ -104,9 +115,13 @@ def _on_cpu(
     apply: Callable[..., Any],
     of: str = "",
     wanted: Callable[[ServerFacts], bool] = lambda _: True,
+    versions: str = BOTH,
+    gone: str = "",
 ) -> Patch[ServerFacts]:
     """Of the servers on hosts without CUDA, or those ``of`` them that it is wanted by."""
-    return _sglang(name, f"{_EVERY}, on hosts without CUDA{of}", goes, apply, lambda s: not s.cuda and wanted(s))
+    return _sglang(
+        name, f"{_EVERY}, on hosts without CUDA{of}", goes, apply, lambda s: not s.cuda and wanted(s), versions, gone
+    )
 
 
 CPU_STAND_INS: tuple[Patch[ServerFacts], ...] = (
@@ -166,6 +181,8 @@ def _routers_of(model_type: str) -> Patch[ServerFacts]:
         "SGLang's routers follow their weights.",
         functools.update_wrapper(route, fixes.route_by_present_weights),
         lambda server: server.model.get("model_type") == model_type,
+        PROVEN,
+        NEW,
     )
 
 
@@ -188,6 +205,7 @@ EVERY_PROCESS: tuple[Patch[ServerFacts], ...] = (
         "SGLang's `--rl-on-policy-target` has one for plain layers of torch.",
         same_kernels.round_as_trainers,
         lambda server: server.cuda and server.same_kernels,
+        PROVEN,
     ),
     _sglang(
         "sleep_together",
@@ -195,12 +213,13 @@ EVERY_PROCESS: tuple[Patch[ServerFacts], ...] = (
         "SGLang waits for the ranks after the weights are gone, not before.",
         fixes.sleep_when_all_do,
         lambda server: server.sleeps,
+        PROVEN,
     ),
     RENDEZVOUS,
     Patch(
         "model_configs",
         "transformers",
-        "==5.12.1",
+        f"==5.12.1{OR}==5.19.0",
         f"{_EVERY} of a mimo model",
         "SGLang or transformers does.",
         fixes.register_configs,
@@ -212,6 +231,7 @@ EVERY_PROCESS: tuple[Patch[ServerFacts], ...] = (
         "SGLang brings back every parameter.",
         fixes.keep_cache_scales,
         lambda server: server.float8,
+        PROVEN,
     ),
 )
 

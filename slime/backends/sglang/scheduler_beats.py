@@ -53,7 +53,7 @@ def mark_turns(scheduler: Any, heart: heartbeat.Heart) -> None:
 
     @functools.wraps(take)
     def take_marked(self: Any, requests: list[Any]) -> Any:
-        ranks = self.ps
+        ranks = _ranks_of(self)
         if ranks.pp_rank == ranks.attn_tp_rank == ranks.attn_cp_rank == 0:
             heart.turn(works=bool(requests))  # a push of weights, or a call that profiles, is one of them
         else:
@@ -67,6 +67,13 @@ def mark_turns(scheduler: Any, heart: heartbeat.Heart) -> None:
     scheduler.process_input_requests = take_marked
     for name in ("run_batch", "process_batch_result"):
         setattr(scheduler, name, _at_work(getattr(scheduler, name), heart))
+
+
+def _ranks_of(scheduler: Any) -> Any:
+    """Which rank of each kind a scheduler is: its own attribute until 0.5.17, asked of the process in 0.5.23."""
+    if hasattr(scheduler, "ps"):
+        return scheduler.ps
+    return importlib.import_module("sglang.srt.runtime_context").get_parallel()
 
 
 def _at_work(method: Callable[..., Any], heart: heartbeat.Heart) -> Callable[..., Any]:

@@ -42,7 +42,7 @@ def lines(args: argparse.Namespace) -> list[str]:
     groups: dict[str, dict[str, None]] = {}
     for table, facts in _uses(args):
         for patch in table:
-            if patch.wanted(facts):
+            if patch.wanted(facts) and not patch.is_gone():
                 version = patch.installed()
                 head = f"{patch.package} {version or '(not on this host)'}, {patch.where}"
                 name = patch.name if version is None or patch.is_tested() else f"{patch.name} (left out)"

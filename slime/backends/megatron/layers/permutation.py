@@ -14,6 +14,7 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
+from slime.backends.megatron import releases
 from slime.utils import device
 
 _megatron_permute, _megatron_unpermute = moe_utils.permute, moe_utils.unpermute
@@ -26,24 +27,30 @@ def permute(
     num_out_tokens: Any = None,
     fused: bool = False,
     drop_and_pad: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """A row for each expert of each token, sorted by expert; their probabilities, and of which token each is.
+    **padding: Any,
+) -> tuple[Any, ...]:
+    """A row for each expert of each token, sorted by expert; their probabilities, and of which token each is, and what
+    the installed release returns besides.
 
     Args:
         tokens: [t, h]
         routing_map: bool [t, experts]; of every row equally many are set, unless tokens may be dropped.
         probs: [t, experts]
         num_out_tokens: how many are set in all; a tensor, or None, where that differs between tokens.
+        padding: what a later release has for float8.
     """
     exact = isinstance(num_out_tokens, int) and num_out_tokens > 0
-    if not exact or fused or drop_and_pad or probs is None:
-        return _megatron_permute(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
+    if not exact or fused or drop_and_pad or probs is None or padding:
+        own: tuple[Any, ...] = _megatron_permute(
+            tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad, **padding
+        )
+        return own
     chosen = torch.nonzero_static(routing_map.t().reshape(-1), size=num_out_tokens)[:, 0]
     token_of_row: Any = chosen % len(tokens)
     # `unpermute` gets nothing else of what was found here.
     token_of_row.rows_of_token = token_of_row.argsort(stable=True).view(len(tokens), -1)
     rows = to_rows(tokens, token_of_row, token_of_row.rows_of_token)
-    return rows, probs.t().reshape(-1).gather(0, chosen), token_of_row
+    return releases.permuted(rows, probs.t().reshape(-1).gather(0, chosen), token_of_row)
 
 
 def unpermute(
@@ -54,12 +61,13 @@ def unpermute(
     routing_map: Tensor | None = None,
     fused: bool = False,
     drop_and_pad: bool = False,
+    **padding: Any,
 ) -> Tensor:
-    """The sum of each token's rows: [rows, h] and what `permute` returned last -> [t, h]."""
+    """The sum of each token's rows: [rows, h] and which token each is of, as `permute` has returned it -> [t, h]."""
     rows_of_token = getattr(sorted_indices, "rows_of_token", None)
     if rows_of_token is None or probs is not None:
         own = permuted_tokens, sorted_indices
-        return _megatron_unpermute(*own, restore_shape, probs, routing_map, fused, drop_and_pad)
+        return _megatron_unpermute(*own, restore_shape, probs, routing_map, fused, drop_and_pad, **padding)
     return to_tokens(permuted_tokens, sorted_indices, rows_of_token)
 
 

@@ -16,6 +16,7 @@ from transformer_engine.pytorch import DotProductAttention
 from transformer_engine.pytorch.cpp_extensions import gemm
 from transformer_engine.pytorch.module import base
 
+from slime.backends.megatron import releases
 from slime.backends.megatron.layers.attention import AttentionPlan
 
 
@@ -47,12 +48,12 @@ class RowLinear(_Linear, TERowParallelLinear):
 
 def use_linear_layers(layer: TransformerLayerSubmodules) -> None:
     """Put `ColumnLinear` and `RowLinear` into a layer's specification: in attention, MLP and shared experts."""
-    attention, mlp = layer.self_attention.submodules, layer.mlp
+    attention, (kind, mlp) = layer.self_attention.submodules, releases.of_module(layer.mlp)
     attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
-    if mlp.module is MoELayer:
-        mlp = mlp.submodules.shared_experts
+    if kind is MoELayer:
+        mlp = releases.of_module(mlp.shared_experts)[1] if mlp.shared_experts is not None else None
     if mlp is not None:
-        mlp.submodules.linear_fc1, mlp.submodules.linear_fc2 = ColumnLinear, RowLinear
+        mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
 
 
 def release_unused() -> None:
