@@ -208,10 +208,11 @@ def _build_stage(args: Namespace, role: str, config: TransformerConfig, vp_stage
 def _mark_cut_weights(model: GPTModel) -> None:
     """Mark the weights that tensor parallelism cuts, so that the gradient norm sums over all their shards.
 
-    megatron-core 0.16.1 does so only together with its random initialisation, which weights that are loaded do without.
+    megatron-core 0.16.1 does so only together with its random initialisation, which weights that are loaded do without;
+    0.19.2 always.
     """
     for module in model.modules():
-        if getattr(module, "weight", None) is None:
+        if getattr(module, "weight", None) is None or hasattr(module.weight, "tensor_model_parallel"):
             continue
         if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)):
             set_tensor_model_parallel_attributes(module.weight, True, 0, 1)
