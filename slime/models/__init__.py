@@ -5,6 +5,7 @@ A new family is a table in `families.py`.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ def hf_config(directory: str | Path) -> Any:
 
     if Path(directory).is_dir() and not Path(directory, "config.json").is_file():
         raise FileNotFoundError(f"{directory}: there is no config.json in it")
-    try:
+    values: Any = None
+    with contextlib.suppress(TypeError):  # transformers 5.12 takes what the file holds for an object; 5.19 returns it
         values, _ = PreTrainedConfig.get_config_dict(directory)
-    except TypeError as error:  # it takes what the file holds for an object
-        raise ValueError(f"the config.json of {directory} should hold an object {{...}}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"the config.json of {directory} should hold an object {{...}}")
     given = values.get("model_type")
     kind = given if given in CONFIG_MAPPING else _family(given).model_types[0]
     try:

@@ -8,6 +8,7 @@ of `patches`.
 | a layer's specification of its MLP | `ModuleSpec` | `functools.partial` of the class, or of a function |
 | what `permute` returns | rows, probabilities, order | those and two that only padding for float8 makes |
 | marks of weights that tensor parallelism cuts | with random initialisation alone | always |
+| what layers are built with besides | | `name` |
 | the queue of a save's results | `_get_write_results_queue`, of processes | `get_write_results_queue`, of threads |
 """
 

@@ -126,7 +126,11 @@ class Experts(MegatronModule):
     """
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
     ) -> None:
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["ep", "expt_tp", "expt_dp"])

@@ -44,9 +44,10 @@ class LatentAttention(MultiLatentAttention):
         pg_collection: ProcessGroupCollection | None = None,
         *,
         rotary: Rotary,
+        **later: Any,
     ) -> None:
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, groups)
+        super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, groups, **later)
         del self.rotary_pos_emb  # Megatron's, one a layer
         self.rotary = rotary
         heads, hidden = config.num_attention_heads, config.hidden_size
