@@ -74,7 +74,6 @@ def compute_deterministically() -> None:
     place of the error would not do: attention then keeps the gradient whose sums are in no order.
     """
     torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
 
 
 def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
