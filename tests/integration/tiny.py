@@ -42,6 +42,7 @@ def engine_args(hf_checkpoint: Path, run_dir: Path, **changes: Any) -> argparse.
         "worker_type": "regular",
         "keeps_weights": False,
         "returns_routes": False,
+        "deterministic_mode": False,
     }
     assert set(changes) <= set(values), set(changes) - set(values)
     return argparse.Namespace(**(values | changes))

@@ -20,7 +20,8 @@ from typing import Any
 
 from megatron.core.transformer.moe import moe_utils
 
-_PADDING = ("tokens_per_expert", "align_size")
+_OF_PADDING = [n for n in ("tokens_per_expert", "align_size") if n in inspect.signature(moe_utils.permute).parameters]
+"""What the installed `permute` returns of padding, if it does."""
 
 
 def of_module(spec: Any) -> tuple[Any, Any]:
@@ -32,4 +33,4 @@ def of_module(spec: Any) -> tuple[Any, Any]:
 
 def permuted(*rows: Any) -> tuple[Any, ...]:
     """Rows, their probabilities, and of which token each is, as Megatron's callers of `permute` take them."""
-    return (*rows, *(None for name in _PADDING if name in inspect.signature(moe_utils.permute).parameters))
+    return (*rows, *(None for _ in _OF_PADDING))
