@@ -99,7 +99,7 @@ class TurnRenderer:
     def why_not(self, tools: bool = False) -> str:
         """Why the prompt behind a turn cannot be rendered for itself; empty where it can: behind one that calls tools,
         or one that does not."""
-        return self._why_not(self._template(_TOOLS if tools else None), tools)
+        return self._why_not(self._template(_TOOLS if tools else None, warns=False), tools)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, with all special tokens."""
@@ -116,8 +116,8 @@ class TurnRenderer:
 
     # ---- what is behind a turn
 
-    def _template(self, tools: Any) -> ChatTemplate:
-        return chat_template(self._tokenizer, tools or None, self._kwargs)
+    def _template(self, tools: Any, *, warns: bool = True) -> ChatTemplate:
+        return chat_template(self._tokenizer, tools or None, self._kwargs, warns=warns)
 
     def _behind(
         self,

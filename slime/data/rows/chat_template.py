@@ -245,15 +245,15 @@ def _call(arguments: Any) -> dict[str, Any]:
 _cached = functools.lru_cache(maxsize=32)(ChatTemplate)
 
 
-def chat_template(tokenizer: Any, tools: Any, kwargs: str) -> ChatTemplate:
+def chat_template(tokenizer: Any, tools: Any, kwargs: str, *, warns: bool = True) -> ChatTemplate:
     """The template of a tokenizer, which may have another one for conversations with tools; RowError where it has
-    none. Where it shows no tools, and some are given, a warning says so."""
+    none. Where it shows no tools, and some are given, a warning says so, if it ``warns``: not of tools to try it by."""
     try:
         source = tokenizer.get_chat_template(None, tools)
     except ValueError as error:
         raise RowError(str(error)) from error
     template = _cached(tokenizer, source, kwargs)
-    if tools:
+    if tools and warns:
         template.warn_of_tools()
     return template
 
