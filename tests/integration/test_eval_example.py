@@ -16,6 +16,7 @@ NUM_GPUS = 0
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.full
 def test_the_example_scores_both_tasks(tmp_path: Path) -> None:
     assert make_tiny_model.main([str(tmp_path / "model"), "--num-layers", "2", "--hidden-size", "64"]) == 0
     with open(tmp_path / "log", "w") as log:
