@@ -86,7 +86,7 @@ def _ended(words: list[str], log: Path, limit: float, setting: Setting) -> tuple
                     process.wait(_STOP_S)
                 except subprocess.TimeoutExpired:
                     process.kill()
-                    process.wait()
+                    process.wait(_STOP_S)
     return status, [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
 
 
