@@ -69,15 +69,18 @@ def test_a_served_teacher_that_dies_or_hangs_is_started_again(strike: str, tmp_p
     assert len(series(run_dir, "train/opd_reverse_kl")) == _ROLLOUTS
 
 
-def test_a_teacher_elsewhere_that_hangs_ends_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strike", "reason"), [("hangs", "reward_timeout"), ("dies", "reward_error")])
+def test_a_teacher_elsewhere_that_does_not_answer_ends_the_run(strike: str, reason: str, tmp_path: Path) -> None:
     """Nobody here can start it again: the run ends within the deadlines of a reward, and says whom it has asked."""
     workspace, run_dir = make_workspace(tmp_path), tmp_path / "run"
     with socket.create_server(("127.0.0.1", 0)) as server:  # it takes connections, and answers nothing
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        if strike == "dies":
+            server.close()
         line = flags(workspace, run_dir, use_opd=True, opd_type="sglang", rm_url=url, reward_timeout=20)
         with TrainProcess(line, tmp_path / "log") as process:
             assert process.wait(RUN_S) == 1, process.tail()
             process.assert_no_process_left()
     (error,) = (text for text in process.log.read_text().splitlines() if text.startswith("train.py: error:"))
-    assert "groups failed, more than a rollout has (--on-sample-error retry); the last one: reward_timeout" in error
+    assert f"groups failed, more than a rollout has (--on-sample-error retry); the last one: {reason}" in error
     assert series(run_dir, "train/loss") == []
