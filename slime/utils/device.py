@@ -22,6 +22,14 @@ _MANY_COMMANDS = 16 * 2**20
 """Bytes of which the pieces would take the host longer to send than they are worth."""
 _MOST_KERNELS = 64
 """Of one function; from torch's limit of 8 on it would quietly not be compiled."""
+_USED_UP = (
+    "out of memory",
+    "Failed to CUDA calloc",
+    "Failed to CUDA malloc",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+"""Words of NCCL and of CUDA's libraries, which ask for memory beside torch's allocator."""
 
 
 def is_cuda() -> bool:
@@ -255,6 +263,16 @@ def memory_gib() -> dict[str, float]:
     host = {"host": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30}
     of_device = {name: value / 2**30 for name, value in vars(memory()).items()} if is_cuda() else {}
     return {name: round(value, 3) for name, value in (host | of_device).items()}
+
+
+def out_of_memory(error: BaseException) -> str:
+    """The line of an error that says that a GPU's memory is used up, torch's own or a library's; empty for others."""
+    lines = str(error).splitlines()
+    if isinstance(error, torch.OutOfMemoryError):
+        return lines[0]
+    if not isinstance(error, RuntimeError):  # an error of ours may tell of another process's memory
+        return ""
+    return next((line for line in lines if any(words in line for words in _USED_UP)), "")
 
 
 def reset_peak() -> None:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from slime.backends.sglang.client import EngineControl, EngineError
 from slime.files.hf_writer import NamedTensors
 from slime.observability.trace import span
+from slime.utils import device
 from slime.weights.agreement import Agreement, OtherRankError
 from slime.weights.engines import EngineAddress, start_all
 from slime.weights.equality import EqualityCheck
@@ -119,7 +119,7 @@ class WeightPublisher:
             EngineError: it names engine, phase and version; on every rank, whichever of them failed, with the same
                 words: on those that only heard of it an OtherRankError. Only ranks that wait in a collective of the
                 buckets for one that has raised do not hear. The engines' weights are then undefined.
-            torch.OutOfMemoryError: instead, where they do not fit into this rank's GPU.
+            RuntimeError: instead, that of `device.out_of_memory`, where they do not fit into this rank's GPU.
         """
         if version < self._version or (version == self._version and not self._have_version.isdisjoint(engines)):
             raise ValueError(f"weight version {version} does not grow: {self._version} was published before")
@@ -141,7 +141,7 @@ class WeightPublisher:
                 with contextlib.suppress(RuntimeError):  # rank 0, which serves the store, may be dead
                     self._agreement.tell(error)
         self._end(update, failure)
-        if isinstance(failure, torch.OutOfMemoryError):
+        if failure is not None and device.out_of_memory(failure):
             raise failure  # the caller knows what has the memory
         if failure is not None:
             kind = OtherRankError if isinstance(failure, OtherRankError) else EngineError

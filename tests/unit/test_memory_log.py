@@ -62,6 +62,32 @@ def test_training_that_does_not_fit() -> None:
     check(error.value, "actor_train", "lower --max-tokens-per-gpu")
 
 
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        (
+            "NCCL error: unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+            "Last error:\nFailed to CUDA calloc 536870912 bytes",
+            "Failed to CUDA calloc 536870912 bytes",
+        ),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",) * 2,
+        ("NCCL error\nLast error:\nCuda failure 2 'out of memory'", "Cuda failure 2 'out of memory'"),
+        ("CUDA error: out of memory\nCompile with", "CUDA error: out of memory"),
+    ],
+)
+def test_libraries_that_get_no_memory(said: str, line: str) -> None:
+    """Which is no broken connection, after which trainers would be made anew."""
+    error = torch.distributed.DistBackendError if said.startswith("NCCL") else RuntimeError
+    with pytest.raises(DeviceMemoryError) as failed, trainer()._memory.phase("actor_train"):
+        raise error(said)
+    assert str(failed.value).splitlines()[0] == f"actor_train: {line}"
+
+
+def test_other_errors_stay_as_they_are() -> None:
+    with pytest.raises(RuntimeError, match="peer closed"), trainer()._memory.phase("actor_train"):
+        raise RuntimeError("Connection reset: peer closed")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("fails_in", ["export", "gather", "stage", "deliver"])
 def test_a_push_that_does_not_fit(fails_in: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:

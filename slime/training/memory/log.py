@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from slime.observability.trace import span
 from slime.utils import device
 from slime.utils.errors import SlimeError
@@ -36,16 +34,17 @@ class MemoryLog:
 
     @contextmanager
     def phase(self, name: str, **fields: Any) -> Iterator[span]:
-        """Note what the block takes, in memory and, with ``fields``, time; DeviceMemoryError in place of torch's error
-        of memory that is used up."""
+        """Note what the block takes, in memory and, with ``fields``, time; DeviceMemoryError in place of an error
+        of memory that is used up, torch's or a library's."""
         device.reset_peak()
         try:
             with span(f"train/{name}", **fields) as timed:
                 yield timed
                 timed.fields["memory_gib"] = device.memory_gib()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not (reason := device.out_of_memory(error)):
+                raise
             self._phases[f"{name} (did not fit)"] = device.memory()
-            reason = str(error).splitlines()[0]
             advice = {"push": _PUSH_ADVICE, "save": _SAVE_ADVICE}.get(name, _ADVICE)
             raise DeviceMemoryError(f"{name}: {reason}\n{self.table()}\nwhat helps: {advice}") from error
         self._phases[name] = device.memory()
