@@ -90,7 +90,7 @@ class Stream:
                 pool, state = await self._until_enough()
                 groups = pool.take(args.rollout_batch_size, rollout_id)
                 self._next = rollout_id + 1
-                all_done, pool.all_done = pool.all_done, []
+                all_done = pool.take_all_done()
                 metrics = pool.metrics() | {"rollout/groups_under_way": float(pool.num_under_way)}
                 await self._tell()
                 await finish_batch(args, self.source, state, groups, all_done)

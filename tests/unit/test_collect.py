@@ -149,14 +149,20 @@ def test_functions_of_a_whole_batch(make_args: Args, use: Use, tmp_path: Path) -
     use(FakeClient())
     hook = hook_file(
         tmp_path,
+        "import asyncio\n"
+        "from slime.rollout.sglang_rollout import generate\n"
         "seen = []\n"
+        "async def late(args, sample, sampling_params):\n"
+        "    for _ in range(100 * (9 - sample.group_index)): await asyncio.sleep(0)\n"  # the first is done last
+        "    return await generate(args, sample, sampling_params)\n"
         "def sample_filter(args, groups):\n"
         "    groups[0][0].remove_sample = True\n"
         "async def process_all_samples(args, all_groups, data_source):\n"
-        "    seen.append((sorted(group[0].group_index for group in all_groups), len(data_source)))\n"
+        "    seen.append(([group[0].group_index for group in all_groups], len(data_source)))\n"
         "def keep(args, samples): return samples[0].group_index != 1\n",
     )
     args = make_args(
+        custom_generate_function_path=f"{hook}:late",
         rollout_sample_filter_path=f"{hook}:sample_filter",
         rollout_all_samples_process_path=f"{hook}:process_all_samples",
         dynamic_sampling_filter_path=f"{hook}:keep",

@@ -36,7 +36,7 @@ async def collect(
                     await pool.advance(num_groups)
                 groups = pool.take(num_groups, rollout_id)
                 metrics = await pool.end() | pool.metrics()
-                await finish_batch(args, source, state, groups, pool.all_done)
+                await finish_batch(args, source, state, groups, pool.take_all_done())
         except (HookError, DeadlineError) as error:
             raise type(error)(f"rollout {rollout_id}: {error}") from error
         except asyncio.CancelledError:

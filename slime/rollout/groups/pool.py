@@ -63,8 +63,7 @@ class Pool:
         self._num_begun = 0
         self.kept: list[tuple[int, list[Any]]] = []
         """Groups to train on, each with its place in the order of drawing."""
-        self.all_done: list[Group] = []
-        """Every finished group, filtered ones included, where ``--rollout-all-samples-process-path`` wants them."""
+        self._all_done: list[tuple[int, Group]] = []
         self.dropped: Counter[str] = Counter()
         """By reason; of these the filter's in ``filtered``, by its own."""
         self.filtered: Counter[str] = Counter()
@@ -115,7 +114,7 @@ class Pool:
         samples = flatten_samples(results)
         failed = [sample for sample in samples if sample.status is Status.FAILED]
         # A group whose filter fails, or is cancelled, is still one that `end` puts back.
-        verdict = None if failed else await self._judge(results)
+        verdict = None if failed else await self._judge(number, results)
         # Only now: who fills the pool while the filter takes its time must not take its place for free.
         del self._running[task]
         if verdict is None:
@@ -185,9 +184,9 @@ class Pool:
         dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in self.dropped.items())
         return f"{len(self.kept)} groups kept, {dropped}; {self._state.progress()}"
 
-    async def _judge(self, results: list[Any]) -> DynamicFilterOutput:
+    async def _judge(self, number: int, results: list[Any]) -> DynamicFilterOutput:
         if self._args.rollout_all_samples_process_path is not None:
-            self.all_done.append(results)
+            self._all_done.append((number, results))
         path = self._args.dynamic_sampling_filter_path
         if path is None:
             return DynamicFilterOutput(keep=True)
@@ -201,6 +200,12 @@ class Pool:
         if not isinstance(verdict, DynamicFilterOutput):
             raise HookError(f"{flag} {path} must return a bool or a DynamicFilterOutput, not {verdict!r:.120}")
         return verdict
+
+    def take_all_done(self) -> list[Group]:
+        """Every group that was judged since the last call, filtered ones included, in the order of drawing: for
+        ``--rollout-all-samples-process-path``, without which there are none."""
+        done, self._all_done = self._all_done, []
+        return [results for _, results in sorted(done, key=lambda entry: entry[0])]
 
     def take(self, num_groups: int, rollout_id: int) -> list[list[Any]]:
         """The groups that were kept first, in the order of drawing, for a rollout to be trained on."""
