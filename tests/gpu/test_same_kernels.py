@@ -47,7 +47,8 @@ def test_log_probs_are_the_engines(
     make = [sys.executable, str(ROOT / "tools/make_tiny_model.py"), str(workspace / name / "model"), "--arch", arch]
     make += ["--hidden-size", "512", "--num-heads", "4", "--num-kv-heads", "2", "--dtype", "bfloat16"]
     subprocess.run(make, check=True, stdout=subprocess.DEVNULL, timeout=120)
-    changes: dict[str, Any] = {"hf_checkpoint": str(workspace / name / "model"), "ref_load": None}
+    model = str(workspace / name / "model")
+    changes: dict[str, Any] = {"hf_checkpoint": model, "ref_load": model}
     options: dict[str, Value] = {"rollout_temperature": temperature, "custom_generate_function_path": generate}
     run_dir = run(
         workspace,
