@@ -15,9 +15,11 @@ from slime.utils.http_client import allow_open_files
 
 def main() -> None:
     """Run the router until it is told to end."""
-    from sglang_router.launch_router import launch_router
+    import setproctitle
+    from sglang_router.router import Router  # its `launch_router` imports SGLang and torch for a balancer in Python
     from sglang_router.router_args import RouterArgs
 
+    setproctitle.setproctitle("sglang::router")
     allow_open_files()
     flags = [*sys.argv[1:], *secret_flags()]
     if GENERATE_KEY_VARIABLE in os.environ:
@@ -28,7 +30,8 @@ def main() -> None:
         # Else the key for generation opens /workers too, by which a stranger would come between a run and its engines.
         # The router's log of control calls has the key's id and name.
         router.control_plane_api_keys += [("slime", "slime", os.environ[ADMIN_KEY_VARIABLE], "admin")]
-    launch_router(router)
+    router._validate_router_args()
+    Router.from_args(router).start()
 
 
 if __name__ == "__main__":

@@ -26,8 +26,10 @@ SET_BY_SLIME = frozenset(
 )
 """Attributes of SGLang's own parser that slime decides."""
 
-ROUTER_SET_BY_SLIME = frozenset(("help", "worker_urls", "api_key", "prefill", "decode", "pd_disaggregation"))
-"""Attributes of the router's own parser that slime decides."""
+ROUTER_SET_BY_SLIME = frozenset(
+    ("help", "worker_urls", "api_key", "prefill", "decode", "pd_disaggregation", "mini_lb")
+)
+"""Attributes of the router's own parser that slime decides; the last one is another router, in Python."""
 
 CONSISTENT_HASHING = "consistent_hashing"
 KEYED_POLICIES = (CONSISTENT_HASHING, "manual")
