@@ -12,6 +12,7 @@ from aiohttp import web
 from slime.backends.sglang.client import EngineError
 from slime.backends.sglang.router import Router, RunningRouter
 from slime.data import Sample
+from slime.options.flags.sglang import ROUTER_PACKAGE
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sglang_rollout import generate
 from slime.utils.http_utils import RequestError, get, post
@@ -78,7 +79,9 @@ async def _sessions(args: Namespace, runtime: RolloutRuntime) -> None:
             await asyncio.to_thread(running.add, url)
         await asyncio.to_thread(running.wait_registered, urls, 60)
         asked = [await _engines_of(args, f"session {i}") for i in range(16)]
-        assert all(len(engines) == 1 for engines in asked), asked
+        # After a try that fails sglang-router tries the session's engine again, and its successor another one.
+        stay = asked[1:] if ROUTER_PACKAGE == "smg" else asked
+        assert all(len(engines) == 1 for engines in stay), asked
         assert len(set.union(*asked)) > 1, "sessions are spread over the engines"
         other = {"url": "http://127.0.0.1:9"}
         with pytest.raises(RequestError) as refused:
@@ -87,12 +90,13 @@ async def _sessions(args: Namespace, runtime: RolloutRuntime) -> None:
         found = await get(f"{router.url}/workers")  # a hook's, which has the other key there
         assert {worker["url"] for worker in found["workers"]} == set(urls)
         failed = await asyncio.to_thread(router.failed_tries)
-        assert failed == {"status_503": 2, "connection": 1}, "which the router has repeated by itself"
+        broken = {} if ROUTER_PACKAGE == "smg" else {"connection": 1}  # which that one does not count
+        assert failed == {"status_503": 2} | broken, "which the router has repeated by itself"
         with pytest.raises(EngineError, match=rf"the router at {router.url} has engines that are not this run's: http"):
             await asyncio.to_thread(RunningRouter(args, (host, int(port)), KEYS, KEYS).start)
         await asyncio.to_thread(running.stop)
-        left = {worker["url"] for worker in await asyncio.to_thread(router._workers)}
-        assert not left & set(urls), "its engines are gone, and it goes on"
+        while await asyncio.to_thread(router.registered) & set(urls):  # the deadline is that of the whole test
+            await asyncio.sleep(0.1)
     finally:
         await asyncio.to_thread(router.stop)
         await runner.cleanup()

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from tools.doctoring.findings import Finding, Setting, fine, note, stops, warning
 
 NEEDED = ("numpy", "torch", "transformers", "ray", "PyYAML", "sglang", "sglang-router", "megatron-core")
+INSTEAD = {"sglang-router": "smg"}
+"""What does as well."""
 PATCHED = ("sglang", "sglang-router", "megatron-core", "ray", "torch", "transformers")
 """Packages whose other releases a run refuses, as the fixes from outside were made for these."""
 OPTIONAL = {
@@ -45,7 +47,7 @@ def python(setting: Setting) -> Iterator[Finding]:
 
 def versions(setting: Setting) -> Iterator[Finding]:
     """Every package of the set that was tested, which requirements/ has for a CPU and for CUDA."""
-    missing = [name for name in NEEDED if setting.version_of(name) is None]
+    missing = [name for name in NEEDED if not any(map(setting.version_of, (name, INSTEAD.get(name, name))))]
     if missing:
         yield stops(f"not installed for {sys.executable}: {', '.join(missing)}")
     kind = _set_of(setting)

@@ -9,9 +9,10 @@ from typing import Any
 
 import yaml
 
+from slime.options.flags.sglang import ROUTER_PACKAGE
 from slime.utils.patching import version_of
 
-PACKAGES = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers")
+PACKAGES = ("torch", "megatron-core", "sglang", ROUTER_PACKAGE, "ray", "transformers")
 PASSED_ON = ("sglang_cli", "router_cli", "rm_sglang_cli")
 DERIVED = (
     *("placement", "actor_num_gpus", "num_engines", "world_size", "data_parallel_size", "train_iters"),

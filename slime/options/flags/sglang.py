@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 
 from slime.options.flags.installed import PendingFlags
 from slime.options.flags.values import json_value, problem_of
-from slime.utils.patching import Patch, due
+from slime.utils.patching import Patch, due, version_of
 
 ENGINE_PACKAGE = "sglang"
-ROUTER_PACKAGE = "sglang-router"
+_ROUTERS = {"sglang-router": "sglang_router", "smg": "smg"}
+"""Distributions of routers, and what they are imported as; the latter succeeds the former, and has its parser."""
+ROUTER_PACKAGE = next((name for name in _ROUTERS if version_of(name)), "sglang-router")
+"""That of runs: the first one that is installed."""
 ROUTER_READER = "import sys; from slime.options.flags.sglang import write_router_flags; write_router_flags(sys.argv[1])"
 
 SET_BY_SLIME = frozenset(
@@ -26,9 +30,7 @@ SET_BY_SLIME = frozenset(
 )
 """Attributes of SGLang's own parser that slime decides."""
 
-ROUTER_SET_BY_SLIME = frozenset(
-    ("help", "worker_urls", "api_key", "prefill", "decode", "pd_disaggregation", "mini_lb")
-)
+ROUTER_SET_BY_SLIME = frozenset(("help", "worker_urls", "api_key", "prefill", "decode", "pd_disaggregation", "mini_lb"))
 """Attributes of the router's own parser that slime decides; the last one is another router, in Python."""
 
 CONSISTENT_HASHING = "consistent_hashing"
@@ -44,8 +46,8 @@ def _offer_consistent_hashing(parser: argparse.ArgumentParser) -> None:
 
 
 ROUTER_POLICY: Patch[None] = Patch(
-    "router_policy", ROUTER_PACKAGE, "==0.3.2", "routers, and what reads a router's flags",
-    "sglang-router's parser offers it.", _offer_consistent_hashing,
+    "router_policy", "sglang-router", "==0.3.2", "routers, and what reads a router's flags",
+    "sglang-router's parser offers it.", _offer_consistent_hashing, lambda _: ROUTER_PACKAGE == "sglang-router",
 )  # fmt: skip
 """One of the patches that `slime.backends.sglang.patches` lists: here, as that imports torch, and a router does not."""
 
@@ -60,20 +62,25 @@ def write_engine_flags(path: str) -> None:
 
 
 def write_router_flags(path: str) -> None:
-    """Write a record of every router flag; imports sglang_router, so it runs in a process of its own."""
+    """Write a record of every router flag; imports the router, so it runs in a process of its own."""
     _write(router_parser(with_address=False), ROUTER_SET_BY_SLIME, path)
 
 
 def router_parser(*, with_address: bool) -> argparse.ArgumentParser:
     """The router's own parser, for `RouterArgs.from_cli_args`, with ``--host`` and ``--port`` or not; imports
-    sglang_router."""
-    from sglang_router.router_args import RouterArgs
-
+    the router."""
     parser = argparse.ArgumentParser()
-    RouterArgs.add_cli_args(parser, use_router_prefix=False, exclude_host_port=not with_address)
+    router_module("router_args").RouterArgs.add_cli_args(
+        parser, use_router_prefix=False, exclude_host_port=not with_address
+    )
     for patch in due([ROUTER_POLICY], None):
         patch.apply(parser)
     return parser
+
+
+def router_module(name: str) -> Any:
+    """A module of the installed router."""
+    return importlib.import_module(f"{_ROUTERS[ROUTER_PACKAGE]}.{name}")
 
 
 def _write(parser: argparse.ArgumentParser, left_out: frozenset[str], path: str) -> None:
