@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import datetime
-import http.client
 import json
 import re
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import pytest
 import torch
@@ -21,9 +18,12 @@ from slime.data import Sample
 from slime.rollout.tokenizer import load_tokenizer
 from slime.utils.errors import BadInputError
 from tests.saved_rollouts import HOSTILE, make_samples, write_rollout, write_train_data
+from tests.served import get, served
 from tools import make_tiny_model, view_samples
+from tools.samples.library import PAGE, Library
 from tools.samples.rollouts import Query, Rollout, list_samples, question, read_rollout, show_sample, token_texts
 from tools.samples.safe_files import load_safe
+from tools.web.server import Server
 
 NUM_GPUS = 0
 
@@ -199,7 +199,7 @@ def test_a_prompt_without_turns_is_shown_as_it_is(prompt: str) -> None:
 
 
 def test_the_page_says_order_and_colours_in_usual_words() -> None:
-    page = view_samples.PAGE.read_text()
+    page = PAGE.read_text()
     assert "> descending<" in page
     assert ">file order<" in page
     assert "falling" not in page
@@ -332,28 +332,12 @@ def dump(samples: list[Sample], tmp_path: Path, tokenizer: Any) -> Path:
 
 
 @pytest.fixture
-def server(dump: Path) -> Iterator[view_samples.Server]:
-    library = view_samples.Library([dump], [], load_tokenizer(str(dump.parent / "model")))
-    server = view_samples.Server("127.0.0.1", 0, library)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def server(dump: Path) -> Iterator[Server]:
+    with served(Library([dump], [], lambda: load_tokenizer(str(dump.parent / "model")))) as server:
+        yield server
 
 
-def get(server: view_samples.Server, path: str, host: str = "localhost:1", **values: Any) -> tuple[int, Any, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
-    connection.request("GET", f"{path}?{urlencode(values)}" if values else path, headers={"Host": host})
-    response = connection.getresponse()
-    body = response.read().decode()
-    connection.close()
-    is_json = response.headers["Content-Type"].startswith("application/json")
-    return response.status, response.headers, json.loads(body) if is_json else body
-
-
-def test_the_server_answers_with_json(server: view_samples.Server) -> None:
+def test_the_server_answers_with_json(server: Server) -> None:
     assert get(server, "/api/rollouts")[2] == {"names": ["2.pt", "10.pt"]}
     _, headers, page = get(server, "/api/samples", rollout="10.pt", text="onerror")
     assert headers["X-Content-Type-Options"] == "nosniff"
@@ -363,9 +347,7 @@ def test_the_server_answers_with_json(server: view_samples.Server) -> None:
     assert "".join(text or "" for text in shown["texts"][shown["start"] :]) == HOSTILE
 
 
-def test_rollouts_and_train_data_that_come_later_are_shown(
-    server: view_samples.Server, dump: Path, samples: list[Sample]
-) -> None:
+def test_rollouts_and_train_data_that_come_later_are_shown(server: Server, dump: Path, samples: list[Sample]) -> None:
     assert not get(server, "/api/samples", rollout="2.pt")[2]["train"]
     write_rollout(dump / "rollout_data" / "11.pt", 11, samples)
     write_train_data(dump / "train_data" / "2_0.pt", 2, samples, 0.25)
@@ -383,43 +365,19 @@ def test_rollouts_and_train_data_that_come_later_are_shown(
         ("/api/sample", {"rollout": "2.pt", "place": "99"}, "no sample 99"),
     ],
 )
-def test_a_wrong_question_gets_an_error(
-    server: view_samples.Server, path: str, values: dict[str, str], complaint: str
-) -> None:
+def test_a_wrong_question_gets_an_error(server: Server, path: str, values: dict[str, str], complaint: str) -> None:
     status, _, answer = get(server, path, **values)
     assert status == 400
     assert complaint in answer["error"]
 
 
-def test_nothing_but_the_page_and_its_data_is_served(server: view_samples.Server) -> None:
+def test_nothing_but_the_page_and_its_data_is_served(server: Server) -> None:
     for path in ("/page.html", "/../view_samples.py", "/api", "/api/rollouts/x"):
         assert get(server, path)[0] == 404
 
 
-def test_other_sites_names_are_refused(server: view_samples.Server) -> None:
-    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", ""):
-        assert get(server, "/api/rollouts", host=host)[0] == 403
-    for host in ("localhost", "127.0.0.1:80", "[::1]:80"):
-        assert get(server, "/api/rollouts", host=host)[0] == 200
-
-
-def test_only_the_pages_own_script_may_run(server: view_samples.Server) -> None:
-    nonces = set()
-    for _ in range(2):
-        status, headers, page = get(server, "/")
-        assert status == 200
-        policy = headers["Content-Security-Policy"]
-        (nonce,) = re.findall(r"script-src 'nonce-([^']+)'", policy)
-        assert "default-src 'none'" in policy
-        assert "unsafe" not in policy
-        assert f'<script nonce="{nonce}">' in page
-        assert page.count("<script") == 1
-        nonces.add(nonce)
-    assert len(nonces) == 2
-
-
 def test_the_page_makes_no_html_of_text_and_takes_nothing_from_elsewhere() -> None:
-    page = view_samples.PAGE.read_text()
+    page = PAGE.read_text()
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|https?://|\bon\w+=\"", page)
 
 
@@ -455,5 +413,5 @@ def test_errors_are_one_line_and_status_2(
 
 def test_files_of_one_name_are_told_apart(dump: Path, samples: list[Sample], tmp_path: Path) -> None:
     other = write_rollout(tmp_path / "other" / "2.pt", 2, samples)
-    files = view_samples.Library([dump, other], [], None).files()
+    files = Library([dump, other], [], lambda: None).files()
     assert list(files) == [str(dump / "rollout_data" / "2.pt"), "10.pt", str(other)]

@@ -1,0 +1,1 @@
+"""Pages that a tool serves to its own user."""
