@@ -1,4 +1,5 @@
-"""A headless Chromium, driven by WebDriver's own HTTP calls, so that Python needs no package for it."""
+"""A headless Chromium, driven by WebDriver's own HTTP calls, so that Python needs no package for it; and tools with a
+page of their own."""
 
 from __future__ import annotations
 
@@ -7,12 +8,16 @@ import contextlib
 import re
 import shutil
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import requests
+
+from tests.integration.harness import ROOT
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 KEYS = {"ArrowLeft": "\ue012", "ArrowRight": "\ue014"}
@@ -111,3 +116,38 @@ def started(directory: Path) -> Iterator[Browser]:
     finally:
         driver.terminate()
         driver.wait(timeout=30)
+
+
+@contextlib.contextmanager
+def tool_at(*command: str) -> Iterator[str]:
+    """The address that a tool of the repository prints, run as a user does; it is ended afterwards."""
+    with tempfile.NamedTemporaryFile("w") as output:
+        tool = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+
+        def said() -> str:
+            return Path(output.name).read_text()
+
+        try:
+            deadline = time.monotonic() + 90
+            while not (address := re.search(r" at (http://\S+)\n", said())):
+                assert tool.poll() is None, said()
+                assert time.monotonic() < deadline, f"no address: {said()}"
+                time.sleep(0.05)
+            yield address[1]
+        finally:
+            tool.terminate()
+            tool.wait(timeout=30)
+        assert "Traceback" not in said()
+
+
+def assert_light_and_dark(browser: Browser) -> None:
+    """A page is as the system asks for, and its button turns that around."""
+    back = "return getComputedStyle(document.body).backgroundColor"
+    light, dark = "rgb(255, 255, 255)", "rgb(20, 23, 28)"
+    for scheme, first, second in (("light", light, dark), ("dark", dark, light)):
+        browser.emulate("setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        assert browser.run(back) == first
+        browser.click("#theme")
+        assert browser.run(back) == second
+        browser.click("#theme")
+    browser.emulate("setEmulatedMedia", features=[])

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.browser import CHROMIUM, DRIVER, Browser, started
-from tests.integration.harness import ROOT
+from tests.integration.browser import CHROMIUM, DRIVER, Browser, assert_light_and_dark, started, tool_at
 from tests.saved_rollouts import HOSTILE, make_sample, make_samples, write_rollout, write_train_data
 from tools.make_tiny_model import make_tokenizer
 
@@ -38,21 +33,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     write_train_data(dump / "train_data" / "9_0.pt", 9, samples, 0.25)
     many = [make_sample(tokenizer, index, [(f"number {index}", "3")], reward=float(index)) for index in range(250)]
     write_rollout(dump / "rollout_data" / "10.pt", 10, many)
-    log = dump / "log"
-    command = [sys.executable, "tools/view_samples.py", str(dump), "--hf-checkpoint", str(model)]
-    with log.open("w") as output:
-        tool = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        deadline = time.monotonic() + 90
-        while not (address := re.search(r"2 rollouts at (http://\S+)", log.read_text())):
-            assert tool.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, f"no address: {log.read_text()}"
-            time.sleep(0.1)
-        yield address[1]
-    finally:
-        tool.terminate()
-        tool.wait(timeout=30)
-    assert "Traceback" not in log.read_text()
+    with tool_at("tools/view_samples.py", str(dump), "--hf-checkpoint", str(model)) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -228,15 +210,7 @@ def test_a_long_list_has_pages_that_keys_turn(browser: Browser) -> None:
 
 
 def test_light_and_dark(browser: Browser) -> None:
-    back = "return getComputedStyle(document.body).backgroundColor"
-    light, dark = "rgb(255, 255, 255)", "rgb(20, 23, 28)"
-    for scheme, first, second in (("light", light, dark), ("dark", dark, light)):
-        browser.emulate("setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        assert browser.run(back) == first
-        browser.click("#theme")
-        assert browser.run(back) == second
-        browser.click("#theme")
-    browser.emulate("setEmulatedMedia", features=[])
+    assert_light_and_dark(browser)
 
 
 def test_a_phone_shows_the_list_or_a_sample(browser: Browser, url: str) -> None:

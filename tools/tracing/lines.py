@@ -69,7 +69,7 @@ def read_run(run_dir: Path) -> Recording:
     lines: list[dict[str, Any]] = []
     broken = 0
     for line in (line for file in files for line in _lines_of(file)):
-        if line is not None and {"name", "start", "seconds", "role"} <= line.keys():
+        if line is not None and is_span(line):
             lines.append(line)
         else:
             broken += 1
@@ -78,8 +78,8 @@ def read_run(run_dir: Path) -> Recording:
     events = run_dir / "events.jsonl"
     faults = [fault for fault in (_lines_of(events) if events.exists() else ()) if fault and "time" in fault]
     start = min(line["start"] for line in lines)
-    spans = [_span_of(line, start) for line in lines]
-    _find_parents(spans)
+    spans = [span_of(line, start) for line in lines]
+    find_parents(spans)
     return Recording(start, spans, faults, broken)
 
 
@@ -113,7 +113,13 @@ def _lines_of(file: Path) -> Iterator[dict[str, Any] | None]:
             yield value if isinstance(value, dict) else None
 
 
-def _span_of(line: dict[str, Any], start: float) -> Span:
+def is_span(line: dict[str, Any] | None) -> bool:
+    """Whether a line has what every span has."""
+    return line is not None and {"name", "start", "seconds", "role"} <= line.keys()
+
+
+def span_of(line: dict[str, Any], start: float) -> Span:
+    """A line as a span of a run that began at ``start``, in seconds since the epoch; without its parent."""
     begun = round((line["start"] - start) * 1e9)
     ended = begun + max(0, round(line["seconds"] * 1e9))
     fields = {name: value for name, value in line.items() if name not in _OF_LINE}
@@ -121,7 +127,8 @@ def _span_of(line: dict[str, Any], start: float) -> Span:
     return Span(str(line["role"]), str(line["name"]), begun, ended, bool(line.get("instant")), fields, own, parent)
 
 
-def _find_parents(spans: list[Span]) -> None:
+def find_parents(spans: list[Span]) -> None:
+    """Give each span its parent, where that is one of them."""
     by_id = {(span.role, span.own_id): span for span in spans if span.own_id is not None}
     for span in spans:
         if span.parent_id is not None:  # of one that is still under way there is no line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import tomllib
 from collections.abc import Iterable
@@ -52,6 +53,16 @@ SPANS = tuple(
     for role, rows in read_table(_TABLES / "spans.toml").items()
     for name, row in rows.items()
 )
+
+
+@functools.cache
+def metric_of(key: str) -> tuple[Metric, int] | None:
+    """The row of METRICS that explains ``key``, and which of its keys that is; None where there is none."""
+    for metric in METRICS:
+        for place, pattern in enumerate(map(_pattern, metric.keys)):
+            if re.fullmatch(pattern, key):
+                return metric, place
+    return None
 
 
 def unregistered(keys: Iterable[str]) -> list[str]:
