@@ -28,9 +28,10 @@ def make_teacher(directory: Path) -> str:
     return str(directory)
 
 
-@pytest.mark.parametrize(("top_k", "falls"), [(0, 1.2), (8, 1.05)])
-def test_both_kinds_of_teacher_say_the_same(top_k: int, falls: float, tmp_path: Path) -> None:
-    """Of the same samples and weights; the student comes nearer to the teacher, with the task's reward beside it."""
+@pytest.mark.parametrize("top_k", [0, 8])
+def test_both_kinds_of_teacher_say_the_same(top_k: int, tmp_path: Path) -> None:
+    """Of the same samples and weights, rollout after rollout, with the task's reward beside it: what one of them
+    teaches, the other one does too."""
     workspace, teacher = make_workspace(tmp_path), make_teacher(tmp_path / "teacher")
     kinds: dict[str, dict[str, Any]] = {
         "megatron": {"opd_teacher_load": teacher},
@@ -47,10 +48,9 @@ def test_both_kinds_of_teacher_say_the_same(top_k: int, falls: float, tmp_path: 
             process.assert_no_process_left()
         kl[kind] = series(run_dir, "train/opd_reverse_kl")
         assert set(series(run_dir, "rollout/raw_reward")) != {0.0}
-    assert kl["sglang"][0] == pytest.approx(kl["megatron"][0], abs=1e-5)
-    for of_run in kl.values():
-        assert of_run[0] > 0.05
-        assert of_run[-1] < of_run[0] / falls
+    assert kl["sglang"] == pytest.approx(kl["megatron"], abs=1e-5)
+    assert len(kl["sglang"]) == 4
+    assert kl["sglang"][0] > 0.05
 
 
 @pytest.mark.parametrize("strike", ["kill", "suspend"])
