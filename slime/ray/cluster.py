@@ -22,7 +22,7 @@ from slime.observability import events, logs, trace
 from slime.processes.kernel import RUN_MARK, TITLES
 from slime.ray import janitor, patches
 from slime.ray.supervision import InputError, RunError
-from slime.utils import device, patching
+from slime.utils import patching
 from slime.utils.environment import bypass_proxies, guard_ray_token
 from slime.utils.http_utils import LOOPBACK, host_ip
 from slime.utils.redaction import is_secret
@@ -59,6 +59,8 @@ def connect(slots: int) -> int:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     check_places()
     local: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, slots), "include_dashboard": False}
+    from slime.utils import device  # and torch, three seconds of a core: the processes of engines do without it
+
     if not device.is_cuda():
         # Ray counts GPUs by the driver's library; a torch without CUDA cannot use them.
         local |= {"object_store_memory": _OBJECT_STORE_WITHOUT_GPU, "num_gpus": 0}

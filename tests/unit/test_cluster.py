@@ -6,6 +6,7 @@ import io
 import os
 import re
 import socket
+import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -22,9 +23,17 @@ from slime.ray import cluster
 from slime.ray.engine_actor import EngineActor, NodeActor
 from slime.ray.supervision import InputError, RunError
 from slime.ray.train_actor import TrainActor
+from slime.utils import device
 from tests.small_fleet import slot_options
 
 NUM_GPUS = 0
+
+
+@pytest.mark.parametrize("module", ["slime.ray.engine_actor", "slime.backends.sglang.launch_router"])
+def test_processes_that_compute_nothing_do_without_torch(module: str) -> None:
+    """Which takes seconds of a core each time that a run starts."""
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 
 
 def test_switches_of_the_host_reach_workers_and_secrets_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +81,7 @@ def test_a_local_ray_counts_no_gpu_that_torch_cannot_use(
 ) -> None:
     given: dict[str, Any] = {}
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(cluster.device, "is_cuda", lambda: is_cuda)
+    monkeypatch.setattr(device, "is_cuda", lambda: is_cuda)
     monkeypatch.setattr(ray, "init", lambda **options: given.update(options))
     monkeypatch.setattr(cluster.janitor, "start", lambda: 0)
     cluster.connect(2)
