@@ -41,6 +41,7 @@ from slime.fleet.train_group import Saver, TrainGroup
 from slime.observability import logs
 from slime.observability.progress import done_line, program, say, step_line, warn
 from slime.observability.trace import span
+from slime.observability.verdict import verdict_lines
 from slime.options.checks.checkpoint_rules import starting_point
 from slime.ray.cluster import leaving_after, running_address, serving_host
 from slime.ray.supervision import MARGIN_S, Deadline, LostError, RayDownError, Supervisor, limit_of
@@ -99,7 +100,8 @@ class Run:
         if not isinstance(error, (KeyboardInterrupt, SystemExit)):
             self._stop(error)
             if error is None and self.args.start_rollout_id is not None:  # else nothing was started
-                say(done_line(self.args))
+                for line in (done_line(self.args), *verdict_lines(self._session.verdict)):
+                    say(line)
             return
         seconds = _STOP_S + _SHUTDOWN_S
         say(f"{program()}: interrupted: stopping engines and trainers (up to {seconds:.0f} s)", sys.stderr)
@@ -381,7 +383,7 @@ class Run:
             figures["perf/recovery_time"], self._restarts.seconds = recovering, 0.0
         self._restarts.step_is_complete()
         self._log(figures, "rollout/step", rollout_id)
-        say(step_line(rollout_id, self.args.num_rollout, self._step))
+        say(step_line(rollout_id, self.args.num_rollout, self._step, self._session.verdict.short))
 
     # ---- helpers
 

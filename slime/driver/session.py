@@ -14,6 +14,7 @@ from slime.driver.process import acquire_run_lock, interrupt_on_sigterm
 from slime.files.storage import writing
 from slime.observability import events, logs, trace
 from slime.observability.metrics import MetricsLogger
+from slime.observability.verdict import NO_VERDICT, Verdict
 from slime.ray import janitor
 from slime.ray.cluster import connect
 
@@ -50,6 +51,11 @@ class Session:
         """Where the run logs figures, while it is open."""
         assert self._metrics is not None
         return self._metrics
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the run learns, so far; empty before it is opened."""
+        return NO_VERDICT if self._metrics is None else self._metrics.verdict
 
     @contextlib.contextmanager
     def closing(self, *, ended_well: bool) -> Iterator[None]:

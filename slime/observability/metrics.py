@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from slime.files.storage import why_not_written, writing
 from slime.observability.logs import LineFile
 from slime.observability.progress import warn
+from slime.observability.verdict import Verdict, VerdictFile
 from slime.utils.command_line import strike_secrets
 from slime.utils.errors import BadInputError
 from slime.utils.redaction import redacted
@@ -39,7 +40,9 @@ class MetricsLogger:
         """BadInputError if Weights & Biases does not take the run, StorageError if a file cannot be made."""
         self._lost: Counter[tuple[str, str]] = Counter()
         """Lines that a sink could not write, by its place."""
-        self._sinks: list[_Sink] = [_JsonLines(_lines(args))]
+        lines = _JsonLines(_lines(args))
+        self._verdict = VerdictFile(args)  # before the lines: what it reads of them is of earlier runs
+        self._sinks: list[_Sink] = [self._verdict, lines]
         if args.use_tensorboard:
             self._sinks.append(_TensorBoard(args))
         if args.use_wandb:
@@ -51,6 +54,11 @@ class MetricsLogger:
         scalars = {name: _scalar(name, value) for name, value in metrics.items()}
         for sink in self._sinks:
             self._go_on(sink, lambda sink=sink: sink.write(scalars, step_key, step))  # type: ignore[misc]
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the run learns, after what was logged so far."""
+        return self._verdict.verdict
 
     def close(self) -> None:
         """Flush and close every sink; calling it again does nothing."""

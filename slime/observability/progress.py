@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
+from slime.observability.history import is_eval_score
+
 logger = logging.getLogger(__name__)
 
 _REWARDS = ("rollout/raw_reward", "rollout/rewards")
 _LOSS = "train/loss"
 _PROBE = "rollout/push_probe_abs_diff"
-_EVAL_SCORE = re.compile(r"eval/(?!step$)[^/]+$")
-_EVAL_DETAIL = re.compile(r"-(truncated_ratio|no_reward|avg@\d+|pass@\d+)$")
 _WAIT = "perf/wait_for_rollout_time"
 _PHASES = {
     "perf/rollout_time": "rollout",
@@ -39,10 +38,10 @@ def done_line(args: Namespace) -> str:
     return ", ".join([*parts, f"metrics and logs in {args.run_dir}"])
 
 
-def step_line(rollout_id: int, num_rollout: int, metrics: Mapping[str, float]) -> str:
+def step_line(rollout_id: int, num_rollout: int, metrics: Mapping[str, float], verdict: str = "") -> str:
     """One line on a finished step: rollout (``rollout_id`` counts from 0, the line from 1), mean reward, loss,
-    difference of the last push's probe, evaluation, seconds, longest phase; without what ``metrics``, all that was
-    logged during the step, do not have."""
+    difference of the last push's probe, evaluation, seconds, longest phase, and whether the run learns (``verdict``);
+    without what ``metrics``, all that was logged during the step, do not have."""
     parts = [f"rollout {rollout_id + 1}/{num_rollout}"]
     reward = next((metrics[key] for key in _REWARDS if key in metrics), None)
     if reward is not None:
@@ -52,7 +51,7 @@ def step_line(rollout_id: int, num_rollout: int, metrics: Mapping[str, float]) -
     if _PROBE in metrics:
         parts.append(f"probe {metrics[_PROBE]:.1g}")
     for key, value in metrics.items():
-        if _EVAL_SCORE.match(key) and not _EVAL_DETAIL.search(key):
+        if is_eval_score(key):
             parts.append(f"{key} {value:.3f}")
     phases = {label: metrics[key] for key, label in _PHASES.items() if key in metrics}
     if _WAIT in metrics:
@@ -64,7 +63,7 @@ def step_line(rollout_id: int, num_rollout: int, metrics: Mapping[str, float]) -
     if phases:
         longest = max(phases, key=phases.__getitem__)
         parts.append(f"bound by {longest} ({phases[longest]:.1f} s)")
-    return " | ".join(parts)
+    return " | ".join([*parts, verdict] if verdict else parts)
 
 
 def say(line: str, stream: TextIO | None = None) -> None:

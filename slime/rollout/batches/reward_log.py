@@ -11,16 +11,12 @@ import numpy as np
 
 from slime.data import Sample, TrainBatch
 from slime.observability.logs import should_log
+from slime.observability.verdict_rules import MAKES_ADVANTAGES
 from slime.options.learning.distillation import REWARD_PATH
 from slime.rollout.batches.train_data import ZERO_STD
 
 logger = logging.getLogger(__name__)
 
-_MAKES_ADVANTAGES = (
-    *("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path"),
-    *("custom_advantage_function_path", "rollout_data_postprocess_path"),
-)
-"""Options by which a user's function may make advantages of equal rewards."""
 _SHOWN = 3
 """Rewards that are told with the number of their groups."""
 _END = 120
@@ -48,7 +44,7 @@ class RewardLog:
         if args.use_opd and args.custom_rm_path == REWARD_PATH and args.rm_type is None:
             return  # a teacher teaches, and all rewards are 0
         # Samples that a response was cut into may differ where responses do not.
-        if any(getattr(args, name) is not None for name in _MAKES_ADVANTAGES) or any(b.rewards.any() for b in batches):
+        if any(getattr(args, name) is not None for name in MAKES_ADVANTAGES) or any(b.rewards.any() for b in batches):
             return
         prefix = f"{ZERO_STD}/count_"
         groups = {name.removeprefix(prefix): int(n) for name, n in metrics.items() if name.startswith(prefix)}

@@ -161,19 +161,24 @@ def reward_metrics(columns: TrainBatch) -> dict[str, float]:
         "rollout/raw_reward": float(raw.mean()),
         "rollout/rewards": float((np.bincount(rollout_of_row, columns.rewards) / rows_of_rollout).mean()),
     }
-    for reward, count in _zero_std_groups(raw, groups).items():
+    equal, compared = _zero_std_groups(raw, groups)
+    for reward, count in equal.items():
         name = f"{ZERO_STD}/count_{reward:g}"  # rewards that are the same in six digits have one
         metrics[name] = metrics.get(name, 0.0) + count
+    if compared:
+        metrics["rollout/varied_groups_ratio"] = 1 - equal.total() / compared
     return metrics
 
 
-def _zero_std_groups(raw: np.ndarray, groups: np.ndarray) -> Counter[float]:
-    """How many groups of at least two rollouts have one and the same reward throughout, by that reward."""
+def _zero_std_groups(raw: np.ndarray, groups: np.ndarray) -> tuple[Counter[float], int]:
+    """How many groups of at least two rollouts have one and the same reward throughout, by that reward; and how many
+    such groups there are."""
     order = np.argsort(groups, kind="stable")
     starts = np.flatnonzero(np.diff(groups[order], prepend=groups[order][0] - 1))
     low, high = np.minimum.reduceat(raw[order], starts), np.maximum.reduceat(raw[order], starts)
     sizes = np.diff(np.append(starts, len(order)))
-    return Counter((np.round(low[(low == high) & (sizes > 1)], 4) + 0.0).tolist())  # of -0.0 makes 0.0
+    equal = np.round(low[(low == high) & (sizes > 1)], 4) + 0.0  # of -0.0 makes 0.0
+    return Counter(equal.tolist()), int((sizes > 1).sum())
 
 
 def _padded_lengths(args: Namespace, lengths: np.ndarray) -> np.ndarray:
