@@ -9,7 +9,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -39,7 +39,8 @@ from slime.fleet.placement import Placement, core_shortage, place
 from slime.fleet.spec import ModelSpec, fleet_of
 from slime.fleet.train_group import Saver, TrainGroup
 from slime.observability import logs
-from slime.observability.progress import done_line, program, say, step_line, warn
+from slime.observability.progress import done_line, program, say, step_line, warn_of
+from slime.observability.prometheus.exposition import State
 from slime.observability.trace import span
 from slime.observability.verdict import verdict_lines
 from slime.options.checks.checkpoint_rules import starting_point
@@ -88,9 +89,9 @@ class Run:
 
     def __enter__(self) -> Run:
         interrupt_on_sigterm()
-        self._warn([core_shortage(self.args), *([] if running_address() else place_warnings())])
+        warn_of([core_shortage(self.args), *([] if running_address() else place_warnings())])
         try:
-            self._session.open(fleet_of(self.args).total)
+            self._session.open(fleet_of(self.args).total, self._state)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -160,7 +161,7 @@ class Run:
         args = self.args = argparse.Namespace(**vars(args) | {"num_rollout": rollouts})
         if left := check_remaining(args):  # again: --num-epoch has become a number of rollouts
             say(left)
-        self._warn(room_warnings(args))
+        warn_of(room_warnings(args))
         write_text("--run-dir", Path(args.run_dir, "config.yaml"), describe(args))
 
     def _start_together(self, placement: Placement, shared: bool) -> None:
@@ -200,7 +201,7 @@ class Run:
             if not ray_is_down:
                 self._stop_actors()
             self._session.disconnect(ray_is_down=ray_is_down)
-            self._warn(self._saver.clean_up())
+            warn_of(self._saver.clean_up())
 
     def _stop_actors(self) -> None:
         others = [actor for actor in (*self._trainers.actors, self._data.actor) if actor is not None]
@@ -391,9 +392,9 @@ class Run:
         """What `tools/engines.py` shows."""
         return {"engines": self.engines.describe(), "version": self._supervisor.version}
 
-    def _warn(self, warnings: Iterable[str | None]) -> None:
-        for warning in filter(None, warnings):
-            warn(warning)
+    def _state(self) -> State:
+        """What ``/metrics`` and ``/healthz`` show."""
+        return State(*self._supervisor.state(), self.engines.describe(), self._session.verdict.word)
 
     def _log(self, metrics: dict[str, float], step_key: str, step: int) -> None:
         self._step = self._step | metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import ray
@@ -14,6 +14,8 @@ from slime.driver.process import acquire_run_lock, interrupt_on_sigterm
 from slime.files.storage import writing
 from slime.observability import events, logs, trace
 from slime.observability.metrics import MetricsLogger
+from slime.observability.prometheus.exposition import State
+from slime.observability.prometheus.server import Prometheus
 from slime.observability.verdict import NO_VERDICT, Verdict
 from slime.ray import janitor
 from slime.ray.cluster import connect
@@ -28,8 +30,9 @@ class Session:
         self._run_locks: list[int] = []
         self._janitor: int | None = None
 
-    def open(self, num_slots: int) -> None:
-        """Take the directories, which no other run then has, begin to log, and connect to a Ray of ``num_slots``."""
+    def open(self, num_slots: int, state: Callable[[], State]) -> None:
+        """Take the directories, which no other run then has, begin to log and to tell of the run's ``state``, and
+        connect to a Ray of ``num_slots``."""
         args = self._args
         interrupt_on_sigterm()
         named = ((args.run_dir, "--run-dir"), (args.save, "--save"))
@@ -42,6 +45,7 @@ class Session:
         trace.begin(args.run_dir, "driver")
         events.begin(args.run_dir, "driver")
         self._metrics = MetricsLogger(args)
+        self._metrics.add(Prometheus(args, state))
         self._janitor = connect(num_slots)
         # Again: Ray has put its own in the place of ours.
         interrupt_on_sigterm()

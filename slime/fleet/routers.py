@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,6 +20,7 @@ from slime.fleet.membership import Membership
 from slime.fleet.resend_log import ResendLog
 from slime.fleet.spec import ModelSpec
 from slime.observability import events
+from slime.observability.prometheus.files import write_targets
 from slime.ray.budget import Budget, pause_before
 from slime.ray.cluster import serving_host
 from slime.ray.examination import Examiner
@@ -118,6 +120,7 @@ class Routers:
                 leave_out, limit = functools.partial(self.leave_out, model.name), args.rollout_health_check_timeout
                 self._examiners.append(Examiner(engines, limit, leave_out, come_back=come_back))
                 http.examine_by(router.url, self._examiners[-1])
+        write_targets(Path(args.run_dir), "routers", [r.metrics_url for r in self._routers.values() if r.metrics_url])
         if self._routers and (key := self._routers[self._generating].generate_key):
             # For programs that hooks start: `http_utils.post` there adds the key for these addresses only.
             os.environ |= {"SLIME_ROUTER_API_KEY": key}

@@ -24,7 +24,9 @@ from slime.utils.redaction import redacted
 _FINISH_S = 60
 
 
-class _Sink(Protocol):
+class Sink(Protocol):
+    """Where lines of metrics go."""
+
     place: tuple[str, str]
     """The flag that names where it writes, and where that is."""
 
@@ -42,11 +44,15 @@ class MetricsLogger:
         """Lines that a sink could not write, by its place."""
         lines = _JsonLines(_lines(args))
         self._verdict = VerdictFile(args)  # before the lines: what it reads of them is of earlier runs
-        self._sinks: list[_Sink] = [self._verdict, lines]
+        self._sinks: list[Sink] = [self._verdict, lines]
         if args.use_tensorboard:
             self._sinks.append(_TensorBoard(args))
         if args.use_wandb:
             self._sinks.append(_Wandb(args))
+
+    def add(self, sink: Sink) -> None:
+        """Give lines to another one as well, from now on."""
+        self._sinks.append(sink)
 
     def log(self, metrics: Mapping[str, Any], step_key: str, step: int) -> None:
         """Log one line of scalars by name (numbers, numpy scalars, tensors of one element), at ``step`` of the x axis
@@ -68,7 +74,7 @@ class MetricsLogger:
             if lost := self._lost[sink.place]:
                 warn(f"{' '.join(sink.place)}: {lost} lines of metrics are lost")
 
-    def _go_on(self, sink: _Sink, do: Callable[[], None]) -> None:
+    def _go_on(self, sink: Sink, do: Callable[[], None]) -> None:
         """Let a sink do something; a run does not end of what it cannot write there, and says so once."""
         try:
             do()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -75,6 +75,12 @@ def say(line: str, stream: TextIO | None = None) -> None:
 def warn(line: str) -> None:
     """Say it as a warning, on standard error."""
     say(f"{program()}: warning: {line}", sys.stderr)
+
+
+def warn_of(warnings: Iterable[str | None]) -> None:
+    """Say those that there are."""
+    for warning in filter(None, warnings):
+        warn(warning)
 
 
 def program() -> str:

@@ -55,6 +55,13 @@ class TrackingOptions:
     use_tensorboard: bool = option(False, "Log to TensorBoard.")
     tb_project_name: str | None = option(None, "Directory of the project's runs; default the run directory.")
     tb_experiment_name: str | None = option(None, "Directory of this run below it.")
+    prometheus_host: str = option("127.0.0.1", "Address at which the driver serves /metrics and /healthz.")
+    prometheus_port: int = option(
+        0,
+        "Its port; 0 is a free one, which prometheus/driver.json of the run directory names.",
+        at_least=0,
+        at_most=65535,
+    )
     custom_rollout_log_function_path: str | None = function_path(
         "(rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool",
         " that logs a rollout; True: slime logs only times, the training batch and the counts of prompts.",

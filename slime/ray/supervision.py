@@ -172,6 +172,14 @@ class Supervisor:
         self._chores: list[Callable[[str], None]] = []
         self._at_chores = False
         self.version = "none yet"
+        self._phase, self._phase_began = "start", time.monotonic()
+        self._looked = self._phase_began
+
+    def state(self) -> tuple[str, float, float, str]:
+        """What was last waited for, seconds since that began and since the actors were last looked at, and the version
+        of the engines' weights. Other threads may ask."""
+        now = time.monotonic()
+        return self._phase, now - self._phase_began, now - self._looked, self.version
 
     def watch(self, name: str, actor: Any, on_death: _OnDeath | None = None) -> None:
         """Fail every later `wait` when ``actor`` or the process that it owns dies; or ``on_death`` is called instead,
@@ -237,7 +245,10 @@ class Supervisor:
         who: str = "",
     ) -> None:
         """Heed what comes within a second; who has answered, or died, is ``pending`` no more."""
-        left = deadline - time.monotonic()
+        self._looked = now = time.monotonic()
+        if phase != self._phase:
+            self._phase, self._phase_began = phase, now
+        left = deadline - now
         if left <= 0:
             silent = [names[ref] for ref in pending] or [who]
             message = f"{phase}: no answer within {limit} from {', '.join(silent)} (weight version {self.version})"

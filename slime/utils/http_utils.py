@@ -8,8 +8,10 @@ environment names.
 from __future__ import annotations
 
 import errno
+import logging
 import socket
 from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import requests
@@ -28,6 +30,7 @@ __all__ = [
     "redact",
 ]
 
+logger = logging.getLogger(__name__)
 _PORTS = range(20000, 30000)
 LOOPBACK = "127.0.0.1"
 
@@ -120,6 +123,23 @@ def is_own_address(host: str) -> bool:
     except OSError:
         return False
     return True
+
+
+class ThreadedServer(ThreadingHTTPServer):
+    """Answers each request in a thread, which no process waits for at its end."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler], what: str) -> None:
+        """Listen at ``host``, an IPv6 address with or without brackets; ``port`` 0 is a free one. OSError where it
+        cannot. ``what`` messages call it."""
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._what = what
+        super().__init__((host.strip("[]"), port), handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Have it in the log."""
+        logger.warning("a request to %s failed", self._what, exc_info=True)
 
 
 class PortReservation:

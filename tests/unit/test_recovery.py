@@ -22,6 +22,7 @@ from slime.driver.run import Run
 from slime.fleet.placement import Placement, Slot
 from slime.fleet.train_group import Checkpoint, Saver
 from slime.observability import events
+from slime.observability.verdict import NO_VERDICT
 from slime.ray import janitor
 from slime.ray.supervision import Deadline, InputError, LostError, RunError
 
@@ -253,7 +254,7 @@ def test_trainers_that_die_while_the_last_scores_are_waited_for_come_back_too() 
 
 def test_a_step_in_which_engines_and_trainers_were_lost_has_what_both_took(capsys: pytest.CaptureFixture[str]) -> None:
     run, lines = Run(Namespace(start_rollout_id=0, num_rollout=9, asynchronous=False, rollout_timeout=5.0)), []
-    run._session._metrics = Namespace(log=lambda *line: lines.append(line))  # type: ignore[assignment]
+    run._session._metrics = Namespace(log=lambda *line: lines.append(line), verdict=NO_VERDICT)  # type: ignore[assignment]
     run._data = Namespace(  # type: ignore[assignment]
         wait_for_rollout=lambda rollout_id, limit: (["batch"], {"rollout/reward": 1.0}, 0.0),
         hand_over=lambda rollout_id, limit: {"rollout/prompts_read": 4.0},
@@ -272,7 +273,7 @@ def test_a_step_in_which_engines_and_trainers_were_lost_has_what_both_took(capsy
 def test_the_manager_hears_the_version_of_every_push(monkeypatch: pytest.MonkeyPatch) -> None:
     """It tells of faults as well."""
     run, heard = Run(Namespace(weight_update_timeout=5.0)), list[str]()
-    run._session._metrics = Namespace(log=lambda *line: None)  # type: ignore[assignment]
+    run._session._metrics = Namespace(log=lambda *line: None, verdict=NO_VERDICT)  # type: ignore[assignment]
     monkeypatch.setattr(run._data, "note_version", lambda: heard.append(run._supervisor.version))
     monkeypatch.setattr(run._data, "ask", lambda *asked: None)
     run._memory = Namespace(figures=dict)  # type: ignore[assignment]

@@ -41,6 +41,7 @@ class Router:
         self.on_wait: Callable[[], object] = lambda: None
 
     is_own, generate_key = True, None
+    metrics_url = "http://127.0.0.1:29000/metrics"
 
     def api_keys(self) -> dict[str, str]:
         return {}
@@ -104,7 +105,12 @@ class Both:
         monkeypatch.setattr(fleet_routers.time, "sleep", self.sleeps.append)
         monkeypatch.setattr(fleet_routers, "bypass_proxies", lambda hosts: None)
         monkeypatch.setattr(fleet_routers, "serving_host", lambda keys: "127.0.0.1")
-        values = {"num_engines": 2, "sglang_server_concurrency": 8, "engine_start_timeout": 5.0, "run_dir": "run"}
+        values = {
+            "num_engines": 2,
+            "sglang_server_concurrency": 8,
+            "engine_start_timeout": 5.0,
+            "run_dir": str(tmp_path),
+        }
         values |= {"use_fault_tolerance": bool(limit), "engine_restart_limit": limit, "router_cli": []}
         values |= {"sglang_router_ip": None, "sglang_router_port": None}
         args = Namespace(**values, rollout_health_check_timeout=1.0)

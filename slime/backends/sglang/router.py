@@ -75,6 +75,11 @@ class Router(Server):
         """What requests to it need."""
         return self._engine_key
 
+    @property
+    def metrics_url(self) -> str:
+        """Where its metrics are, for whoever scrapes them on this host; empty of one that others started."""
+        return self._metrics_url
+
     def restart(self) -> None:
         """Start one that has ended, or hangs, again at the same address, where it knows no engine yet; raises as
         `start` does, and may be called again then."""

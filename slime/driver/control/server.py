@@ -8,11 +8,10 @@ import contextlib
 import json
 import logging
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote
 
@@ -20,24 +19,13 @@ from slime.driver.control.engine_requests import EngineRequests
 from slime.driver.control.version_files import VersionFiles
 from slime.files.control_file import control_file, write_control_file
 from slime.observability import logs
-from slime.utils.http_utils import http_url
+from slime.utils.http_utils import ThreadedServer, http_url
 
 _WEIGHTS = "/weights/"
 _MOST_BYTES = 1 << 16
 _PATIENCE_S = 30.0
 """With a client that does not say what it wants, or does not take the answer."""
 logger = logging.getLogger(__name__)
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, host: str, handler: type[BaseHTTPRequestHandler]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host.strip("[]"), 0), handler)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        logger.warning("a request to the run's control server failed", exc_info=True)
 
 
 class Control:
@@ -73,7 +61,7 @@ class Control:
             def log_message(self, *args: Any) -> None:
                 logger.info("control: %s", self.requestline)
 
-        self._server = _Server(host, Handler)
+        self._server = ThreadedServer(host, 0, Handler, "the run's control server")
         threading.Thread(target=self._server.serve_forever, name="control", daemon=True).start()
         url = http_url(host, self._server.server_port)
         write_control_file(run_dir, url, self._key)
