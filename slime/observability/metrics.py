@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl always, TensorBoard and Weights & Biases when asked."""
+"""Where metrics go: metrics.jsonl and the verdict always, trackers when asked."""
 
 from __future__ import annotations
 
@@ -6,33 +6,17 @@ import argparse
 import contextlib
 import json
 import math
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from slime.files.storage import why_not_written, writing
+from slime.files.storage import why_not_written
 from slime.observability.logs import LineFile
 from slime.observability.progress import warn
+from slime.observability.trackers import Sink, trackers
 from slime.observability.verdict import Verdict, VerdictFile
-from slime.utils.command_line import strike_secrets
-from slime.utils.errors import BadInputError
-from slime.utils.redaction import redacted
-
-_FINISH_S = 60
-
-
-class Sink(Protocol):
-    """Where lines of metrics go."""
-
-    place: tuple[str, str]
-    """The flag that names where it writes, and where that is."""
-
-    def write(self, metrics: dict[str, float], step_key: str, step: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class MetricsLogger:
@@ -45,10 +29,7 @@ class MetricsLogger:
         lines = _JsonLines(_lines(args))
         self._verdict = VerdictFile(args)  # before the lines: what it reads of them is of earlier runs
         self._sinks: list[Sink] = [self._verdict, lines]
-        if args.use_tensorboard:
-            self._sinks.append(_TensorBoard(args))
-        if args.use_wandb:
-            self._sinks.append(_Wandb(args))
+        self._sinks += trackers(args)
 
     def add(self, sink: Sink) -> None:
         """Give lines to another one as well, from now on."""
@@ -126,79 +107,3 @@ class _JsonLines:
 
     def close(self) -> None:
         self._file.close()
-
-
-class _TensorBoard:
-    """Event files in ``<--tb-project-name or the run directory>/<--tb-experiment-name or "tensorboard">``."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        directory = Path(args.tb_project_name or args.run_dir) / (args.tb_experiment_name or "tensorboard")
-        self.place = "--tb-project-name" if args.tb_project_name else "--run-dir", str(directory)
-        with writing(*self.place):
-            self._writer = SummaryWriter(str(directory))
-
-    def write(self, metrics: dict[str, float], step_key: str, step: int) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, global_step=step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    def __init__(self, args: argparse.Namespace) -> None:
-        import wandb
-
-        strike_secrets()  # W&B records the command line
-        group = args.wandb_group
-        if group and not args.disable_wandb_random_suffix:
-            group = f"{group}_{secrets.token_hex(4)}"
-        directory = Path(args.wandb_dir or args.run_dir)
-        self.place = "--wandb-dir" if args.wandb_dir else "--run-dir", str(directory)
-        with writing(*self.place):
-            directory.mkdir(parents=True, exist_ok=True)
-        settings: dict[str, Any] = {"finish_timeout": _FINISH_S, "finish_timeout_raises": False}
-        if args.wandb_host:
-            settings["base_url"] = args.wandb_host
-        if args.wandb_key:
-            # Unlike wandb.login, this leaves the key out of ~/.netrc.
-            settings["api_key"] = args.wandb_key
-        plain = (str, int, float, bool, type(None), list, tuple, dict)
-        config = {name: v if isinstance(v, plain) else str(v) for name, v in redacted(vars(args)).items()}
-        try:
-            self._run = wandb.init(
-                project=args.wandb_project or "slime",
-                entity=args.wandb_team,
-                group=group,
-                name=group,
-                id=args.wandb_run_id,
-                resume="allow" if args.wandb_run_id else None,
-                dir=str(directory),
-                mode=args.wandb_mode,
-                config=config,
-                settings=wandb.Settings(**settings),
-            )
-        except wandb.errors.Error as error:
-            raise BadInputError(
-                f"--use-wandb: {' '.join(str(error).split())} (see --wandb-key, --wandb-host, --wandb-mode offline)"
-            ) from error
-        self._axes: set[str] = set()
-        self._train_steps_per_rollout = args.num_steps_per_rollout if args.wandb_always_use_train_step else 1
-
-    def write(self, metrics: dict[str, float], step_key: str, step: int) -> None:
-        if step_key != "train/step":
-            step *= self._train_steps_per_rollout
-        if step_key not in self._axes:
-            self._axes.add(step_key)
-            self._run.define_metric(step_key, hidden=True)
-        for name in metrics:
-            if name not in self._axes:
-                self._axes.add(name)
-                self._run.define_metric(name, step_metric=step_key)
-        self._run.log(metrics | {step_key: step})
-
-    def close(self) -> None:
-        self._run.finish()

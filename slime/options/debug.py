@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import importlib.util
 import os
 import re
 from argparse import Namespace
@@ -23,6 +24,8 @@ _TEMPLATES: dict[str, tuple[str, ...]] = {
     "save_debug_train_data": ("rollout_id", "rank"),
 }
 """Options that are paths with places for numbers, and which of these must be in them, since every file is kept."""
+_PACKAGES = ("mlflow", "swanlab", "trackio")
+"""Of trackers, those that are not installed with slime."""
 _DUMPS = ("save_debug_rollout_data", "save_debug_train_data")
 _NUMBERS = {"rollout_id": r"(?:eval_)? *(\d+)", "rank": r" *\d+"}
 _WIDTH = re.compile(r"([ 0]?>)?0?\d{0,2}d?")
@@ -55,6 +58,23 @@ class TrackingOptions:
     use_tensorboard: bool = option(False, "Log to TensorBoard.")
     tb_project_name: str | None = option(None, "Directory of the project's runs; default the run directory.")
     tb_experiment_name: str | None = option(None, "Directory of this run below it.")
+    use_mlflow: bool = option(False, "Log to MLflow (pip install mlflow).")
+    mlflow_tracking_uri: str | None = option(
+        None, "Its server or store; default MLFLOW_TRACKING_URI, else mlflow.db in the run directory."
+    )
+    mlflow_experiment_name: str | None = option(None, "Experiment; default slime.")
+    mlflow_run_name: str | None = option(None, "Name of the run; default one that MLflow makes up.")
+    use_swanlab: bool = option(False, "Log to SwanLab (pip install swanlab); its key is in SWANLAB_API_KEY.")
+    swanlab_mode: Literal["cloud", "local", "offline", "disabled"] | None = option(
+        None, "Default: what SWANLAB_MODE says, else cloud."
+    )
+    swanlab_project: str | None = option(None, "Project; default slime.")
+    swanlab_workspace: str | None = option(None, "Workspace that owns it; default that of the key.")
+    swanlab_experiment_name: str | None = option(None, "Name of the run; default one that SwanLab makes up.")
+    use_trackio: bool = option(False, "Log to Trackio (pip install trackio), where TRACKIO_DIR says.")
+    trackio_project: str | None = option(None, "Project; default slime.")
+    trackio_run_name: str | None = option(None, "Name of the run; default one that Trackio makes up.")
+    trackio_space_id: str | None = option(None, "Hugging Face Space to log to instead, owner/name.")
     prometheus_host: str = option("127.0.0.1", "Address at which the driver serves /metrics and /healthz.")
     prometheus_port: int = option(
         0,
@@ -130,7 +150,13 @@ class DebugOptions:
     allow_config_mismatch: bool = option(False, "Warn, instead of stopping, where flags contradict config.json.")
 
 
+_TRACKERS = {
+    "use_mlflow": "mlflow_experiment_name mlflow_run_name",
+    "use_swanlab": "swanlab_mode swanlab_project swanlab_workspace swanlab_experiment_name",
+    "use_trackio": "trackio_project trackio_run_name trackio_space_id",
+}
 RULES = (
+    *(Rule(options, "needs", switch) for switch, options in _TRACKERS.items()),
     Rule("debug_rollout_only", "and", "load_debug_rollout_data debug_train_only", " exclude each other"),
     Rule("load_debug_rollout_data", "needs", "num_rollout!=None", ": there are no epochs of recorded rollouts"),
     Rule("load_debug_rollout_data_subsample", "needs", "load_debug_rollout_data"),
@@ -159,6 +185,14 @@ def check_profile(args: Namespace) -> None:
     targets = args.profile_target or []
     if "train_overall" in targets and len(targets) > 1:
         raise OptionError(f"--profile-target {' '.join(targets)}: train_overall has all of them")
+
+
+def check_trackers(args: Namespace) -> None:
+    """Refuse, by an OptionError, a tracker whose package is not there."""
+    missing = [name for name in _PACKAGES if getattr(args, f"use_{name}") and importlib.util.find_spec(name) is None]
+    if missing:
+        flags = ", ".join(f"--use-{name}" for name in missing)
+        raise OptionError(f"{flags}: not installed here: pip install {' '.join(missing)}")
 
 
 def derive_templates(args: Namespace) -> None:

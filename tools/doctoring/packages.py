@@ -18,6 +18,9 @@ PATCHED = ("sglang", "sglang-router", "megatron-core", "ray", "torch", "transfor
 OPTIONAL = {
     "wandb": "--use-wandb",
     "tensorboard": "--use-tensorboard",
+    "mlflow": "--use-mlflow",
+    "swanlab": "--use-swanlab",
+    "trackio": "--use-trackio",
     "math-verify": "answers that are equal and written otherwise (--rm-type math and dapo)",
     "matplotlib": "the curves of quickstart.py and compare_algorithms.py",
     "torch_memory_saver": "GPU memory that engines give back (--offload-rollout, --colocate)",

@@ -15,7 +15,7 @@ from slime.options.checks.checkpoint_rules import derive_checkpoints, load_relea
 from slime.options.checks.determinism import seed_requests
 from slime.options.checks.export_rules import check_exports
 from slime.options.checks.reward_rules import check_rewards, comes_before_reward, has_own_source, rows_may_name_rewards
-from slime.options.debug import check_profile, derive_subsample, derive_templates
+from slime.options.debug import check_profile, check_trackers, derive_subsample, derive_templates
 from slime.options.errors import OptionError, Reasons
 from slime.options.eval_datasets import CONFIG, PAIRS, data_file, eval_datasets
 from slime.options.eval_datasets import RULES as EVAL_RULES
@@ -69,7 +69,7 @@ def derive_all(args: Namespace, warnings: list[str], reasons: Reasons) -> SavedM
     reasons.of(check_rewards, args)
     reasons.of(derive_reward_model, args, warnings)
     resumed: SavedModel | None = reasons.of(derive_checkpoints, args)
-    derivations = (distillation.derive_distillation, derive_templates, check_exports, check_profile)
+    derivations = (distillation.derive_distillation, derive_templates, check_exports, check_profile, check_trackers)
     for rule in (*derivations, _weight_update, check_agents):
         reasons.of(rule, args)
     reasons.of(check_staleness, args, warnings)
