@@ -21,6 +21,7 @@ from slime.data.source.data_source import RolloutDataSource, RolloutDataSourceWi
 from slime.data.source.prompts import as_groups, put_back
 from slime.data.source.rollout_context import rollout_context
 from slime.data.source.users_class import make_data_source, num_rollout, restore_source, source_state, state_by_value
+from slime.driver.rates import operations
 from slime.fleet.membership import Membership
 from slime.fleet.routers import Routers
 from slime.fleet.spec import ModelSpec
@@ -153,6 +154,7 @@ class RolloutManager:
                 batches, batch_metrics = to_train_batches(args, samples, dp_size)
                 self._reward_log.check(args, rollout_id, samples, batches, batch_metrics)
         metrics["perf/convert_time"] = converted.seconds
+        batch_metrics |= operations(args, batches)
         return [metrics | batch_metrics | self._routers.resends(rollout_id), *batches]
 
     def _samples(self, rollout_id: int) -> tuple[list[Sample], dict[str, Any]]:

@@ -27,6 +27,7 @@ from slime.driver.preflight.places import place_warnings, room_warnings
 from slime.driver.probe import Probe
 from slime.driver.process import exit_status, interrupt_on_sigterm
 from slime.driver.pushes import Pushes
+from slime.driver.rates import flop_rates, step_figures
 from slime.driver.recovery import Recovery, snapshot_directory
 from slime.driver.restarts import Goodput, Restarts
 from slime.driver.schedule import check_remaining, is_due, missing_exports, scores_start
@@ -306,6 +307,7 @@ class Run:
         if steps:
             # The call less what rank 0 did in it: batches on their way, and ranks that began later.
             steps[-1]["perf/transfer_time"] = training.seconds - steps[-1]["perf/train_time"]
+            steps[-1] |= flop_rates(self.args, steps[-1], self._step)
         for metrics in steps:
             self._log(metrics, "train/step", self._trainers.optimizer_steps)
             self._trainers.optimizer_steps += 1
@@ -377,7 +379,7 @@ class Run:
 
     def _end_step(self, rollout_id: int) -> None:
         """Print the step's line."""
-        figures = {"perf/step_time": time.monotonic() - self._step_started}
+        figures = step_figures(self._step, time.monotonic() - self._step_started)
         if self._trainers.actors:
             figures["perf/goodput"] = self._goodput.rate()
         if recovering := self._restarts.seconds:

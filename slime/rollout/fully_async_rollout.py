@@ -16,7 +16,7 @@ from typing import Any
 from slime.data import Sample
 from slime.observability.trace import span
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
-from slime.rollout.batches.metrics import engine_metrics, speed_metrics
+from slime.rollout.batches.metrics import engine_metrics, request_metrics, speed_metrics
 from slime.rollout.engine.loop import background_loop, run_all
 from slime.rollout.engine.state import RolloutState, rollout_state
 from slime.rollout.engine.versions import staleness
@@ -102,6 +102,7 @@ class Stream:
             ) from None
         samples, now = flatten_samples(groups), time.monotonic()
         metrics |= speed_metrics(args, samples, now - self._taken) | engine_metrics(samples)
+        metrics |= request_metrics(state.replies)
         self._taken = now
         return RolloutFnTrainOutput(samples=groups, metrics=metrics | {"perf/rollout_time": now - started})
 

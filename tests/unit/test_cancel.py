@@ -98,6 +98,7 @@ def make_manager(
         args.launch_dir, args.num_rollout = str(tmp_path / "none"), 9
         # What becomes of the samples is others' business.
         monkeypatch.setattr(rollout_manager, "to_train_batches", lambda args, samples, dp_size: ([samples], {}))
+        monkeypatch.setattr(rollout_manager, "operations", lambda args, batches: {})
         monkeypatch.setattr(rollout_manager.RewardLog, "check", lambda *_: None)
         monkeypatch.setattr(logs, "begin", lambda *_: None)
         monkeypatch.setattr(trace, "begin", lambda *_: None)

@@ -206,6 +206,7 @@ def test_a_dataset_without_any_reward_says_so_and_nothing_else() -> None:
     data = {"d": {"rewards": [None] * 3, "truncated": [], "samples": samples}}
     metrics = eval_metrics(RolloutFnEvalOutput(data))
     assert metrics.pop("eval/d-no_reward") == 3.0
+    assert metrics.pop("eval/d/repetition_frac") == 0.0
     assert all("/response_len/" in key for key in metrics)
 
 

@@ -139,6 +139,7 @@ def test_what_the_manager_then_hands_on_of_a_rollout(
     monkeypatch.setattr(
         rollout_manager, "to_train_batches", lambda args, samples, dp: ([], {"rollout/raw_reward": 0.5})
     )
+    monkeypatch.setattr(rollout_manager, "operations", lambda args, batches: {})
     args = make_args(log_multi_turn=True, rollout_function_path="own.fn")
     args.asynchronous = False
     args.reward_baseline = None

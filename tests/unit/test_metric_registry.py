@@ -54,7 +54,10 @@ def test_a_row_says_unit_axis_and_writer() -> None:
         assert metric.by in ("driver", "rollout manager", "trainers"), metric.keys
         assert metric.axis in ([""] if metric.section == "steps" else STEPS), metric.keys
         assert len(metric.unit.split(", ")) in (1, len(metric.keys)), metric.keys
-        assert all(key.endswith("_time") == (metric.unit == "s") for key in metric.keys if key != "time"), metric.keys
+        timed = [
+            re.search(r"(_time|_latency)(/\{[a-z,]+\})?$", key) is not None for key in metric.keys if key != "time"
+        ]
+        assert all(each == (metric.unit == "s") for each in timed), metric.keys
 
 
 def test_a_metric_that_is_not_registered_is_missed() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from slime.files.storage import writing
 from slime.observability import logs
 from slime.observability.progress import warn
 from slime.observability.prometheus.exposition import CONTENT_TYPE, State, exposition
@@ -58,9 +59,10 @@ class Prometheus:
         threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
         self.url = http_url(host, self._server.server_port)
         directory = self._run_dir / DIRECTORY
-        directory.mkdir(parents=True, exist_ok=True)
-        _write_secret(directory / KEY_FILE, self._key)
-        write_configuration(self._run_dir)
+        with writing(*self.place):
+            directory.mkdir(parents=True, exist_ok=True)
+            _write_secret(directory / KEY_FILE, self._key)
+            write_configuration(self._run_dir)
         write_targets(self._run_dir, "driver", [self.url])
         logger.info("metrics of this run: %s/metrics", self.url)
 

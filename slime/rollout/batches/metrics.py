@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import zlib
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 from slime.algorithms.rewards import rollout_rewards
 from slime.data import Sample
 from slime.options.serving.sglang_config import generating
+from slime.rollout.engine.state import REPLY_TIMES
 
 if TYPE_CHECKING:
     from slime.data.source.data_source import RolloutDataSource
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PASSED = 1
+_REPEATS, _SHRINKS = 10_000, 10
 
 
 def accounting(args: Namespace, source: RolloutDataSource, in_flight: int = 0) -> dict[str, float]:
@@ -72,13 +75,48 @@ def speed_metrics(args: Namespace, samples: Sequence[Sample], seconds: float) ->
     slots = max(1, generating(models).num_slots if models else args.rollout_num_gpus or 1)
     lengths = [sample.response_length for sample in samples]
     effective = [sample.effective_response_length for sample in samples]
-    return {
+    metrics = {
         "perf/rollout_time": seconds,
         "perf/tokens_per_gpu_per_sec": sum(lengths) / seconds / slots,
         "perf/effective_tokens_per_gpu_per_sec": sum(effective) / seconds / slots,
         "perf/longest_sample_tokens_per_sec": max(lengths) / seconds,
         "perf/longest_effective_sample_tokens_per_sec": max(effective) / seconds,
     }
+    apart = np.array([sample.non_generation_time for sample in samples])
+    if apart.any():
+        longest = float(apart[np.array(lengths) == max(lengths)].mean())
+        metrics |= summary(apart, "perf/non_generation_time")
+        metrics["perf/longest_sample_non_generation_time"] = longest
+        if longest < seconds:
+            rate = max(lengths) / (seconds - longest)
+            metrics["perf/longest_sample_tokens_per_sec_without_non_generation"] = rate
+    return metrics
+
+
+def request_metrics(replies: list[dict[str, float]]) -> dict[str, float]:
+    """Of ``replies``, which are taken out, what their engines told of time (`REPLY_TIMES`); ``profiled_count`` are
+    those of engines with ``--sglang-enable-metrics``, which tell more than the seconds in all."""
+    taken = replies[:]
+    del replies[: len(taken)]
+    if not taken:
+        return {}
+    columns = {name: np.array([reply[name] for reply in taken if name in reply]) for name in REPLY_TIMES}
+    profiled = float(len(columns["queue_time"]))
+    metrics = {"perf/request/count": float(len(taken)), "perf/request/profiled_count": profiled}
+    for name in ("e2e_latency", "queue_time"):
+        if len(columns[name]):
+            figures = summary(columns[name], f"perf/request/{name}")
+            metrics |= {key: value for key, value in figures.items() if not key.endswith("/min")}
+    if len(columns["decode_throughput"]):
+        metrics["perf/decode/throughput/mean"] = float(columns["decode_throughput"].mean())
+    return metrics
+
+
+def repetition(samples: Sequence[Sample]) -> float:
+    """Share of responses of more than 10,000 letters whose end of that length shrinks to less than a tenth: what zlib
+    does to text that goes round in circles."""
+    ends = [sample.response[-_REPEATS:].encode() for sample in samples if len(sample.response) > _REPEATS]
+    return sum(len(end) > _SHRINKS * len(zlib.compress(end)) for end in ends) / max(1, len(samples))
 
 
 def engine_metrics(samples: Sequence[Sample]) -> dict[str, float]:

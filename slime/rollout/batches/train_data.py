@@ -23,7 +23,7 @@ from slime.options.flags.schema import flag_named
 from slime.options.training import micro_batch_multiple
 from slime.rollout.batches.conversion import FLAG as CONVERSION
 from slime.rollout.batches.conversion import Converted, convert
-from slime.rollout.batches.metrics import length_stats
+from slime.rollout.batches.metrics import length_stats, repetition
 from slime.rollout.engine.versions import OLDER_THAN_ANY, as_number
 from slime.utils.errors import BadInputError
 from slime.utils.user_functions import call_user_function, is_first
@@ -142,6 +142,7 @@ def rollout_metrics(samples: list[Sample], columns: TrainBatch) -> dict[str, flo
     return length_stats(samples, "rollout/response_len", effective=True) | {
         "rollout/total_lengths": float(columns.lengths.mean()),
         "rollout/truncated_ratio": float(columns.truncated.mean()),
+        "rollout/repetition_frac": repetition(samples),
         "rollout/num_samples": float(len(samples)),
         "rollout/num_rollouts": float(len(np.unique(columns.rollout_ids))),
     }

@@ -17,7 +17,7 @@ from slime.observability.logs import should_log
 from slime.observability.trace import note
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs
 from slime.options.flags.sglang import KEYED_POLICIES
-from slime.rollout.engine.state import RolloutState, is_ending, state_of_call
+from slime.rollout.engine.state import REPLY_TIMES, RolloutState, is_ending, state_of_call
 from slime.rollout.sampling import train_sampling_params
 from slime.utils.errors import SettingError
 
@@ -89,6 +89,7 @@ async def _generate(
             reply = await state.client.generate(sample.tokens, params, headers=headers, rid=rid, **fields)
             meta = reply["meta_info"]
             note(**build_sglang_meta_trace_attrs(meta), version=meta.get("weight_version"))
+            state.replies.append({name: meta[name] for name in REPLY_TIMES if meta.get(name) is not None})
         if meta.get("num_retractions") and getattr(args, "deterministic_mode", False):
             _warn_of_retraction(state, sample)
         if routes.START in fields:

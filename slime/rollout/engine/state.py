@@ -96,6 +96,8 @@ class RolloutState:
         """No more requests are sent, and those that the engines abort do not go on."""
         self.num_retracted = 0
         """Replies of requests that an engine computed again in parts."""
+        self.replies: list[dict[str, float]] = []
+        """Of each reply what its engine tells of time, for `request_metrics`."""
         self.requests: set[str] = set()
         """Ids of those that an engine has."""
         self._doing: dict[object, _Doing] = {}
@@ -170,6 +172,8 @@ class RolloutState:
         return f"{self.num_samples_done} of {self.num_samples} samples finished{waiting}{busy}"
 
 
+REPLY_TIMES = ("e2e_latency", "queue_time", "decode_throughput")
+"""What engines tell of a request in ``meta_info``: seconds in all and in the queue, tokens a second after the first."""
 POSITION: ContextVar[int] = ContextVar("position_of_the_group", default=0)
 """Of which of the rollout's groups requests are, in the order of their beginning."""
 _current: ContextVar[RolloutState | None] = ContextVar("rollout_state", default=None)

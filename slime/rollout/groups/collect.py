@@ -10,7 +10,7 @@ from typing import Any
 from slime.data import Group
 from slime.data.source.data_source import RolloutDataSource
 from slime.rollout.base_types import RolloutFnTrainOutput, flatten_samples
-from slime.rollout.batches.metrics import engine_metrics, speed_metrics
+from slime.rollout.batches.metrics import engine_metrics, request_metrics, speed_metrics
 from slime.rollout.engine.state import RolloutState, rollout_state
 from slime.rollout.groups.pool import Pool, call_batch_hook
 from slime.utils.errors import DeadlineError, HookError
@@ -49,6 +49,7 @@ async def collect(
             await pool.cancel()
     samples = flatten_samples(groups)
     metrics |= speed_metrics(args, samples, time.monotonic() - started) | engine_metrics(samples)
+    metrics |= request_metrics(state.replies)
     return RolloutFnTrainOutput(samples=groups, metrics=metrics)
 
 
