@@ -1,6 +1,7 @@
 """Measure slime on this host's GPUs: one JSON line a figure as it comes, a table at the end.
 
     python tools/bench.py train --model qwen3-1.7b
+    python tools/bench.py attention --model qwen3-4b
     python tools/bench.py step --model qwen3-4b --budget-s 300 --output docs/benchmarks/h200.jsonl
     python tools/bench.py step --hf-checkpoint models/Qwen3-4B
 
@@ -29,12 +30,13 @@ check_installation()
 from slime.files.model_directory import has_weights  # noqa: E402
 from slime.options.flags.schema import flag_named, positive  # noqa: E402
 from slime.utils import device  # noqa: E402
-from tools.benchmarks import loop, rollout, train  # noqa: E402
+from tools.benchmarks import attention, loop, rollout, train  # noqa: E402
 from tools.benchmarks.report import BenchError, Report  # noqa: E402
 from tools.make_tiny_model import PUBLISHED  # noqa: E402
 
 CASES: dict[str, tuple[Callable[[argparse.Namespace, Report], None], str]] = {
     "train": (train.measure, "training alone: tokens/s, MFU (of H100 and H200 SXM only), memory that sleeps and wakes"),
+    "attention": (attention.measure, "attention's kernels alone: what GPU and host take, by lengths and micro-batch"),
     "step": (loop.measure_step, "the whole colocated loop: each part of a step, log-prob difference"),
     "refit": (loop.measure_refit, "pushing weights: colocated, and from one half of the GPUs to the other"),
     "sleep-wake": (loop.measure_sleep_wake, "handing the GPUs' memory over and back"),

@@ -15,6 +15,7 @@ from slime.files.checkpoints import SavedModel
 from slime.files.model_directory import model_directory
 from slime.options.asynchronous import AsyncOptions
 from slime.options.checkpoint import CheckpointOptions
+from slime.options.checks.attention import check_attention
 from slime.options.checks.checkpoint_rules import check_saved_adapters
 from slime.options.checks.determinism import check_determinism
 from slime.options.checks.hook_paths import check_evaluation_hook, load_evaluation_hooks, load_hooks
@@ -303,6 +304,7 @@ def _resolve(args: argparse.Namespace, values: Mapping[str, Any], asynchronous: 
     if args.placement != "rollout_only":
         reasons.of(check_training, args)
         reasons.of(check_layout, args)
+        reasons.of(check_attention, args)
         warnings += reasons.of(unheeded, args, values) or []
         reasons.of(_check_lora, args, resumed)
     reasons.of(settle_lora_sync, args, warnings)

@@ -16,6 +16,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.fleet.external import is_elsewhere
 from slime.fleet.spec import EngineSpec, Fleet, fleet_of
+from slime.options.checks.attention import check_attention
+from slime.options.errors import OptionError
 from slime.options.serving.sglang_config import CONFIG
 from slime.processes.server_process import last_value
 from slime.ray.supervision import InputError, RunError
@@ -153,8 +155,9 @@ def describe_placement(args: argparse.Namespace) -> str:
             users[slot].append(f"{spec.model.called('engine')} {first + engine}{node}")
     lines = [f"placement: {args.placement}, {fleet.total} slots of one {'GPU' if device.is_cuda() else 'CPU'}"]
     lines += [f"  slot {slot}: {', '.join(names) or 'left empty'}" for slot, names in enumerate(users)]
-    if shortage := core_shortage(args):
-        lines.append(f"warning: {shortage}")
+    # A script for GPUs may be looked at where there are none.
+    reasons = (core_shortage(args), _no_attention(args, fleet, device.is_cuda()))
+    lines += [f"warning: {reason}" for reason in reasons if reason]
     return "\n".join(lines)
 
 
@@ -178,6 +181,8 @@ def place(args: argparse.Namespace, fleet: Fleet) -> Placement:
             f"{flags}, or start more: `ray start --head {flag} {total}`"
         )
     _check_precision(args, fleet, gpus=resource == "GPU")
+    if reason := _no_attention(args, fleet, gpus=resource == "GPU"):
+        raise InputError(f"placement: {reason}")
     slots = _reserve(total, resource, args.placement_timeout)
     try:
         engines = [slots[place.start : place.stop] for place in fleet.places()]
@@ -211,6 +216,16 @@ def _reserve(count: int, resource: str, timeout: float) -> list[Slot]:
 def _release(slots: list[Slot]) -> None:
     for group in {slot.group.id: slot.group for slot in slots if slot.group is not None}.values():
         remove_placement_group(group)
+
+
+def _no_attention(args: argparse.Namespace, fleet: Fleet, gpus: bool) -> str:
+    """Why trainers have no such attention there; empty where they have."""
+    try:
+        if fleet.trainers:
+            check_attention(args, "cuda" if gpus else "cpu")
+    except OptionError as error:
+        return str(error)
+    return ""
 
 
 def _check_precision(args: argparse.Namespace, fleet: Fleet, gpus: bool) -> None:

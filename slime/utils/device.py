@@ -47,6 +47,11 @@ def hardware() -> str:
     return f"{count()} x {torch.cuda.get_device_name(0)}" if is_cuda() else "CPU"
 
 
+def capability() -> tuple[int, int] | None:
+    """The current GPU's compute capability; None without one."""
+    return torch.cuda.get_device_capability() if is_cuda() else None
+
+
 def collective_backend() -> str:
     """The torch.distributed backend for tensors on this process's device."""
     return "nccl" if is_cuda() else "gloo"

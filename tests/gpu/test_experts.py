@@ -99,7 +99,8 @@ def test_norm_is_torchs(shape: tuple[int, ...], dtype: torch.dtype, tolerance: f
 
 def test_values_narrower_than_keys() -> None:
     """The widths of DeepSeek V3; the kernel of 16-bit types against what float32 takes."""
-    from slime.backends.megatron.layers.attention import AttentionPlan, packed_attention
+    from slime.backends.megatron.layers.attention import AttentionPlan
+    from slime.backends.megatron.layers.kernels import packed_attention
 
     where, lengths = device.current_device(), [700, 33, 1]
     plan = AttentionPlan(lengths, 1, 0, where)

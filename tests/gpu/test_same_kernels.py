@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron.layers.attention import AttentionPlan, packed_attention
+from slime.backends.megatron.layers.attention import AttentionPlan
+from slime.backends.megatron.layers.kernels import packed_attention
 from slime.backends.megatron.layers.same_kernels import attend
 from tests.gpu.test_loop import Record, run
 from tests.integration.harness import ROOT, series

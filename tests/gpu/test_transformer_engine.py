@@ -41,10 +41,10 @@ def test_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Outputs and gradients are as near to float32 as those of torch's kernel; the seed is in the message."""
-    from slime.backends.megatron.layers import attention, te
+    from slime.backends.megatron.layers import attention, kernels, te
 
-    for kernels, allowed in (("FLASH", "0"), ("FUSED", "1"), ("UNFUSED", "0")):  # as by --attention-backend fused
-        monkeypatch.setenv(f"NVTE_{kernels}_ATTN", allowed)
+    for kind, allowed in (("FLASH", "0"), ("FUSED", "1"), ("UNFUSED", "0")):  # as by --attention-backend fused
+        monkeypatch.setenv(f"NVTE_{kind}_ATTN", allowed)
     rng = random.Random(seed := torch.seed())
     lengths = [4 * rng.randint(1, 300) for _ in range(rng.randint(1, 9))]
     plan = attention.AttentionPlan(lengths, cp_size, cp_rank, device.current_device())
@@ -62,8 +62,8 @@ def test_attention(
         (out * coefficients).sum().backward()
         return [out.detach(), *(leaf.grad for leaf in leaves)]
 
-    exact = computed(attention.packed_attention, torch.float32)
-    ours, theirs = (computed(k, torch.bfloat16) for k in (te.packed_attention, attention.packed_attention))
+    exact = computed(kernels.packed_attention, torch.float32)
+    ours, theirs = (computed(k, torch.bfloat16) for k in (te.packed_attention, kernels.packed_attention))
     for mine, other, true in zip(ours, theirs, exact, strict=True):
         assert distance(mine, true) < 1.5 * distance(other, true) + 1e-4, f"seed {seed}, lengths {lengths}"
 

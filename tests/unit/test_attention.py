@@ -9,13 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from slime.backends.megatron.layers import attention
-from slime.backends.megatron.layers.attention import (
-    AttentionPlan,
-    packed_attention,
-    packed_params,
-    plan_of,
-)
+from slime.backends.megatron.layers import kernels
+from slime.backends.megatron.layers.attention import AttentionPlan, packed_params, plan_of
+from slime.backends.megatron.layers.kernels import packed_attention
 from slime.training.packing import zigzag_index
 
 NUM_GPUS = 0
@@ -90,11 +86,11 @@ def test_a_kernel_with_one_width_gets_padded_values(
 
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn if grouped else lambda: None)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
-    attention._varlen.cache_clear()
+    kernels._varlen.cache_clear()
     qkv = inputs(sum(lengths), value_channels)
     upstream = torch.randn(sum(lengths), HEADS, value_channels, dtype=torch.float64)
-    got = with_gradients(attention._flash(*qkv, AttentionPlan(lengths, 1, 0, CPU), 0.3), qkv, upstream)
-    attention._varlen.cache_clear()
+    got = with_gradients(kernels.flash(*qkv, AttentionPlan(lengths, 1, 0, CPU), 0.3), qkv, upstream)
+    kernels._varlen.cache_clear()
     want = with_gradients(dense(*qkv, lengths, 0.3), qkv, upstream)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.backends.megatron.layers.attention import AttentionPlan, packed_attention
+from slime.backends.megatron.layers.attention import AttentionPlan
+from slime.backends.megatron.layers.kernels import packed_attention
 from slime.backends.megatron.layers.same_kernels import attend
 from slime.backends.sglang import same_kernels
 from slime.backends.sglang.patches import EVERY_PROCESS, ServerFacts

@@ -41,8 +41,7 @@ PINNED = "--optimizer-cpu-offload --no-pin-cpu-params"
     -> --moe-token-dispatcher-type flex {EXPERTS}
     & --moe-enable-deepep {EXPERTS}
     & --moe-deepep-num-sms 24 it is of the dispatcher flex, and experts get their tokens by alltoall
---attention-backend flash
-    -> --attention-backend flash attention is torch's; --transformer-impl transformer_engine has several
+--true-on-policy-mode --attention-backend flash -> --attention-backend flash true on-policy mode has the engine's
 --no-attention-softmax-in-fp32 --cp-comm-type p2p
     -> --no-attention-softmax-in-fp32 attention computes its softmax in float32
     & --cp-comm-type p2p context-parallel ranks gather keys and values
@@ -95,19 +94,18 @@ def test_nothing_is_told_of_flags_that_say_what_is_done(words: str, parse: Parse
 
 
 def test_they_are_told_of_in_the_words_of_others(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
-    parse("--attention-backend fused")
+    parse("--cross-entropy-fusion-impl te")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(
-        ": warning: --attention-backend fused is ignored: attention is torch's; --transformer-impl "
-        "transformer_engine has several"
+        ": warning: --cross-entropy-fusion-impl te is ignored: losses are made of slime's own log-probs"
     )
 
 
 def test_a_files_settings_are_flags(launch_directory: Path, parse: Parse) -> None:
-    (launch_directory / "more.yaml").write_text("accumulate_allreduce_grads_in_fp32: false\nattention_backend: flash\n")
+    (launch_directory / "more.yaml").write_text("accumulate_allreduce_grads_in_fp32: false\npersist_layer_norm: true\n")
     words = "--custom-config-path more.yaml"
-    assert [line.partition(" is ignored")[0] for line in parse(words).option_warnings] == ["--attention-backend flash"]
-    assert parse(f"{words} --bf16", without="--fp32").option_warnings[0] == (
+    assert [line.partition(" is ignored")[0] for line in parse(words).option_warnings] == ["--persist-layer-norm"]
+    assert parse(f"{words} --bf16", without="--fp32").option_warnings[1] == (
         "--no-accumulate-allreduce-grads-in-fp32 is ignored: gradients of bfloat16 are always summed in float32"
     )
 

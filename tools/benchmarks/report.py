@@ -15,7 +15,7 @@ from slime.options.flags.installed import version_of
 from slime.utils import device
 from tools import make_tiny_model
 
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "ray")
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn-4", "sglang", "ray")
 
 
 class BenchError(Exception):

@@ -26,13 +26,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from slime.backends.megatron import releases
 from slime.backends.megatron.layers import dispatch, mtp, same_kernels
-from slime.backends.megatron.layers.attention import PackedAttention, packed_attention
+from slime.backends.megatron.layers.attention import Kernel, PackedAttention
 from slime.backends.megatron.layers.experts import Experts
 from slime.backends.megatron.layers.head import LanguageHead, ValueHead
+from slime.backends.megatron.layers.kernels import kernel_of
 from slime.backends.megatron.layers.latent_attention import LatentAttention
 from slime.backends.megatron.layers.norm import RMSNorm, SandwichLayer
 from slime.backends.megatron.layers.rotary import Rotary
 from slime.backends.megatron.model_hooks import provided_stage
+from slime.options.checks.attention import AUTO, by_transformer_engine, named_kernel
 from slime.options.flags.megatron import config_kwargs
 from slime.utils import device
 
@@ -57,7 +59,8 @@ def transformer_config(args: Namespace) -> TransformerConfig:
     `slime.options.checks.unheeded` says when flags are read.
     """
     kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
-    values = config_kwargs(args, kind)
+    known = args if named_kernel(args) != "fa4" else Namespace(**vars(args) | {"attention_backend": AUTO})
+    values = config_kwargs(known, kind)
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     values.update(
         _WITHOUT_TRANSFORMER_ENGINE,
@@ -220,20 +223,25 @@ def _mark_cut_weights(model: GPTModel) -> None:
             set_tensor_model_parallel_attributes(module.weight, True, 1, 1)
 
 
+def _kernel(args: Namespace, config: TransformerConfig) -> Kernel:
+    """What computes attention."""
+    if args.true_on_policy_mode:
+        return same_kernels.attend
+    if by_transformer_engine(args):
+        from slime.backends.megatron.layers import te  # the package need not be installed
+
+        return te.packed_attention
+    return kernel_of(args, config)
+
+
 def _block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Megatron's own layers, or Transformer Engine's, with torch's RMSNorm, packed attention and grouped experts."""
     rotary = Rotary(args, fused=not args.true_on_policy_mode)
-    norm, kernel = RMSNorm, packed_attention
-    if args.true_on_policy_mode:
-        norm, kernel = same_kernels.RMSNorm, same_kernels.attend
+    norm, kernel = same_kernels.RMSNorm if args.true_on_policy_mode else RMSNorm, _kernel(args, config)
     more_norms = {name: getattr(args, name) for name in ("post_self_attn_layernorm", "post_mlp_layernorm")}
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
-    if uses_te := args.transformer_impl == "transformer_engine":
-        from slime.backends.megatron.layers import te  # the package need not be installed
-
-        kernel = te.packed_attention
     for layer in block.layer_specs:
         if any(more_norms.values()):
             layer.module, layer.params = SandwichLayer, more_norms
@@ -241,7 +249,7 @@ def _block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None
         parts.input_layernorm = parts.pre_mlp_layernorm = norm
         attention = parts.self_attention.submodules
         if config.multi_latent_attention:
-            attention.core_attention = ModuleSpec(PackedAttention, {"rotary": None})
+            attention.core_attention = ModuleSpec(PackedAttention, {"rotary": None, "kernel": kernel})
             parts.self_attention = ModuleSpec(LatentAttention, {"rotary": rotary}, attention)
         else:
             attention.core_attention = functools.partial(PackedAttention, rotary=rotary, kernel=kernel)
@@ -249,7 +257,9 @@ def _block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None
         kind, mlp = releases.of_module(parts.mlp)
         if kind is MoELayer:
             mlp.experts = Experts
-        if uses_te:
+        if args.transformer_impl == "transformer_engine":
+            from slime.backends.megatron.layers import te  # the package need not be installed
+
             te.use_linear_layers(parts)
     block.layer_norm = norm
     return block

@@ -83,9 +83,9 @@ UNHEEDED = (
     Unheeded("memory_efficient_layer_norm", "norms are torch's", False, _OWN),
     Unheeded(
         "attention_backend",
-        "attention is torch's; --transformer-impl transformer_engine has several",
+        "true on-policy mode has the engine's",
         "auto",
-        _OWN_ALONE,
+        "true_on_policy_mode",
     ),
     Unheeded("attention_softmax_in_fp32", "attention computes its softmax in float32", True, _OWN),
     Unheeded("cp_comm_type", "context-parallel ranks gather keys and values", ["all_gather"], _OWN),

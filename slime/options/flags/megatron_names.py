@@ -105,6 +105,14 @@ FLAGS: tuple[Flag, ...] = (
     _choice("--fp4-format", "FP4 format.", "e2m1", dest="fp4"),
     _switch("--enable-experimental", "Allow megatron-core's experimental features."),
     _switch("--allgather-cp", "Context parallelism by gathering keys and values (DSA models only)."),
+    _choice(
+        "--attention-backend",
+        "What computes attention: fa4, FlashAttention 4 of the package flash-attn-4 (Hopper and newer); flash, torch's "
+        "FlashAttention 2; unfused, torch's SDPA; auto, the first of these that can. With --transformer-impl "
+        "transformer_engine all but fa4 are that package's, and fused, cuDNN's, is the default.",
+        "auto fa4 flash unfused fused local",
+        "auto",
+    ),
     # Precision.
     *(
         _switch(name, f"Train in {help}.", "precision", const=const, default="bfloat16")

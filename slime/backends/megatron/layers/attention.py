@@ -1,4 +1,4 @@
-"""Core attention over packed sequences with torch only: grouped queries, tensor and context parallelism, CPU and GPU.
+"""Core attention over packed sequences: grouped queries, tensor and context parallelism, CPU and GPU.
 
 Context parallelism gathers keys and values over Megatron's zigzag layout: rank r holds chunks r and 2n-1-r of the 2n
 chunks of every sequence. Each local chunk attends, as a sequence of its own, to everything of its sequence up to the
@@ -9,14 +9,12 @@ are depends on the lengths only: it is worked out once per micro-batch (`Attenti
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
@@ -66,6 +64,7 @@ class AttentionPlan:
         keys: tokens that the same sequence's last query may see, all from its beginning.
         key_index: int64 positions of those keys in the gathered stream; None without context parallelism.
         positions: int64 [local tokens], of each token in its sequence.
+        longest: the most of ``queries`` and of ``keys``.
     """
 
     def __init__(self, lengths: Sequence[int], cp_size: int, cp_rank: int, device: torch.device) -> None:
@@ -91,6 +90,7 @@ class AttentionPlan:
             local_start += length // cp_size
         self.key_index = from_host(torch.cat(index), device) if cp_size > 1 else None
         self.positions = from_host(torch.cat(positions), device)
+        self.longest = (max(self.queries), max(self.keys))
 
     @functools.cached_property
     def query_offsets(self) -> Tensor:
@@ -156,35 +156,6 @@ def plan_of(params: PackedSeqParams | None, cp_size: int, cp_rank: int, device: 
     return plan
 
 
-class _Spread(torch.autograd.Function):
-    """Rows of x to distinct rows of a zeroed tensor; index_select's own gradient would add, row by row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, num_rows: int) -> Tensor:
-        ctx.save_for_backward(rows)
-        return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, rows, x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (rows,) = ctx.saved_tensors
-        return grad.index_select(0, rows), None, None
-
-
-class _Collect(torch.autograd.Function):
-    """The inverse of `_Spread`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.num_rows = x.size(0)
-        return x.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (rows,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, rows, grad), None
-
-
 class _GatherContext(torch.autograd.Function):
     """[t, ...] of every context rank -> [n * t, ...] on all; backward sums the ranks' gradients of the own part."""
 
@@ -202,62 +173,8 @@ class _GatherContext(torch.autograd.Function):
         return own, None
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-    """Causal attention within each sequence of ``plan``.
-
-    Args:
-        query: [tokens, heads, channels].
-        key: [key tokens, query groups, channels].
-        value: [key tokens, query groups, value channels].
-        scale: of the scores before softmax.
-
-    Returns:
-        [tokens, heads, value channels].
-    """
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        return _flash(query, key, value, plan, scale)
-    groups, query_slots, key_slots = plan.padded
-    queries = _spread(query, query_slots, [group.query_rows for group in groups])
-    keys, values = (_spread(x, key_slots, [group.key_rows for group in groups]) for x in (key, value))
-    outputs = []
-    for group, *qkv in zip(groups, queries, keys, values, strict=True):
-        q, k, v = (x.unflatten(0, (group.batch, -1)).transpose(1, 2) for x in qkv)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=group.mask, is_causal=group.mask is None, scale=scale, enable_gqa=q.size(1) != k.size(1)
-        )
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return _Collect.apply(torch.cat(outputs), query_slots)
-
-
-def _spread(x: Tensor, slots: Tensor, rows: list[int]) -> tuple[Tensor, ...]:
-    """The padded rows of each group. Split, not sliced: a slice's gradient would be as large as all rows."""
-    return _Spread.apply(x, slots, sum(rows)).split(rows)
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-    channels, value_channels = key.size(-1), value.size(-1)
-    if value_channels < channels:  # the kernel has one width for all three
-        value = F.pad(value, (0, channels - value_channels))
-    offsets, longest = (plan.query_offsets, plan.key_offsets), (max(plan.queries), max(plan.keys))
-    return _varlen()(query, key, value, *offsets, *longest, scale)[..., :value_channels]
-
-
-@functools.cache
-def _varlen() -> Callable[..., Tensor]:
-    """Torch's causal kernel: of query, key, value, the offsets of queries and keys, their longest, and the scale."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        return lambda *inputs: cast(
-            Tensor, varlen_attn(*inputs[:-1], scale=inputs[-1], window_size=(-1, 0), enable_gqa=True)
-        )
-    # torch 2.11's takes as many keys as queries only; the operator beneath has grouped queries and a gradient.
-    flash = torch.ops.aten._flash_attention_forward
-    return lambda *inputs: flash(*inputs[:-1], 0.0, True, False, scale=inputs[-1])[0]
-
-
 Kernel = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor]
-"""What computes attention: `packed_attention`, or what takes and gives the same."""
+"""What computes attention: `kernels.packed_attention`, or what takes and gives the same."""
 
 
 class PackedAttention(MegatronModule):
@@ -278,7 +195,7 @@ class PackedAttention(MegatronModule):
         v_channels: int | None = None,
         *,
         rotary: Rotary | None,
-        kernel: Kernel = packed_attention,
+        kernel: Kernel,
     ) -> None:
         super().__init__(config=config)
         self.rotary = rotary

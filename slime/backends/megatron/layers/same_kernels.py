@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slime.backends.megatron.layers import norm
-from slime.backends.megatron.layers.attention import AttentionPlan, packed_attention
+from slime.backends.megatron.layers.attention import AttentionPlan
+from slime.backends.megatron.layers.kernels import flash
 from slime.utils import device
 from slime.utils.device import from_host
 
@@ -42,7 +43,7 @@ def multiply_batch_invariantly() -> None:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-    """As `attention.packed_attention`, without context parallelism."""
+    """As `kernels.packed_attention`, without context parallelism."""
     if device.is_cuda():
         return cast(Tensor, _AttendAsEngines.apply(query, key, value, plan, scale))
     return _attend_one_by_one(query, key, value, plan, scale)
@@ -50,7 +51,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale
 
 class _AttendAsEngines(torch.autograd.Function):
     """The engine's kernel, with keys and values where a cache of pages of one token would have them; the gradient is
-    that of `packed_attention`, which computes the same with other roundings."""
+    that of `flash`, which computes the same with other roundings."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
@@ -80,7 +81,7 @@ class _AttendAsEngines(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
-            attended = packed_attention(inputs[0], inputs[1], inputs[2], ctx.plan, ctx.scale)
+            attended = flash(inputs[0], inputs[1], inputs[2], ctx.plan, ctx.scale)
         return *torch.autograd.grad(attended, inputs, grad), None, None
 
 

@@ -63,7 +63,7 @@ def release_unused() -> None:
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-    """What `attention.packed_attention` computes, by cuDNN's kernels in 16 bits."""
+    """What `kernels.packed_attention` computes, by cuDNN's kernels in 16 bits."""
     (_, heads, channels), groups = query.shape, key.size(1)
     out = _kernel(heads, groups, channels, scale)(
         query,
