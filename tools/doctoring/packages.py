@@ -24,6 +24,7 @@ OPTIONAL = {
     "math-verify": "answers that are equal and written otherwise (--rm-type math and dapo)",
     "matplotlib": "the curves of quickstart.py and compare_algorithms.py",
     "torch_memory_saver": "GPU memory that engines give back (--offload-rollout, --colocate)",
+    "flash-attn-4": "attention of trainers on GPUs of compute capability 9 and newer (--attention-backend fa4)",
     "transformer_engine": "--transformer-impl transformer_engine",
     "e2b": "agents' sandboxes at E2B",
     "daytona": "agents' sandboxes at Daytona",

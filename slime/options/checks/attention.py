@@ -185,7 +185,7 @@ def needs_of(args: Namespace, device: str | None = None) -> Needs:
 def check_attention(args: Namespace, device: str | None = None) -> None:
     """OptionError for a kernel, asked for by its name, that is not there or cannot do what the options tell."""
     check(args, RULES)
-    if args.custom_model_provider_path or args.true_on_policy_mode or by_transformer_engine(args):
+    backend = named_kernel(args)
+    if backend == AUTO or args.custom_model_provider_path or args.true_on_policy_mode or by_transformer_engine(args):
         return
-    if (backend := named_kernel(args)) != AUTO:
-        choose(backend, needs_of(args, device), not_importable())
+    choose(backend, needs_of(args, device), not_importable())
