@@ -26,10 +26,11 @@ _ONE_RANK: dict[str, Any] = {
     **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), None),
     **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), False),
     **{"pipeline_model_parallel_layout": None, "sequence_parallel": False, "transformer_impl": "local"},
-    "true_on_policy_mode": False,
+    **{"true_on_policy_mode": False, "attention_backend": "unfused"},
     **dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers"), None),
 }
-"""A checkpoint fits every layout and either kind of layers: it is written as a single rank of the plain ones would."""
+"""A checkpoint fits every layout, either kind of layers and all attention: it is written as one rank of the plain ones
+would."""
 
 
 @dataclass
@@ -55,8 +56,8 @@ class ConversionOptions:
 def parse_model_args(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """`ConversionOptions` and Megatron's flags, with the model's shape from its config.json.
 
-    Flags of the parallel layout and ``--transformer-impl`` are accepted, and set to that of one rank. A bad input
-    prints one line that names the flag and exits with status 2.
+    Flags of the parallel layout, ``--transformer-impl`` and ``--attention-backend`` are accepted, and set to that of one
+    rank. A bad input prints one line that names the flag and exits with status 2.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = StrictParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -21,8 +21,17 @@ from tests.parallel import tiny
 
 NUM_GPUS = 1
 KERNELS = ("fa4", "flash", "unfused")
-# (heads, groups, channels, value channels): 1.7B, 4B and 8B, small models, DeepSeek V3, wide heads, one group a rank.
-SHAPES = ((16, 8, 128, 128), (32, 8, 128, 128), (16, 8, 64, 64), (8, 8, 192, 128), (8, 4, 256, 256), (4, 1, 128, 128))
+# (heads, groups, channels, value channels): 1.7B, 4B and 8B, small models, DeepSeek V3, wide heads, one group a rank,
+# tiny models.
+SHAPES = (
+    *((16, 8, 128, 128), (32, 8, 128, 128), (16, 8, 64, 64), (8, 8, 192, 128), (8, 4, 256, 256), (4, 1, 128, 128)),
+    (4, 2, 32, 32),
+)
+_WIDTHS = {
+    "qwen3": {"head_dim": 128},
+    "deepseek_v3": {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+}
+"""That every kernel has, of tiny models."""
 _ROWS_AT_ONCE = 2**26
 """Scores of the reference in one piece: half a GiB."""
 
@@ -51,7 +60,7 @@ LENGTHS = (
 def able(kernel: str, dtype: str = "bfloat16", widths: tuple[int, int] = (128, 128)) -> None:
     """Skip a case that the table says this kernel cannot do here, or whose package is not there."""
     try:
-        table.choose(kernel, table.Needs(dtype, *widths, "cuda", device.capability()), kernels.absent())
+        kernels.choose(kernel, table.Needs(dtype, *widths, "cuda", device.capability()))
     except table.OptionError as error:
         pytest.skip(str(error))
 
@@ -183,12 +192,13 @@ def test_nothing_waits_for_the_device(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kind", ["qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("kind", list(_WIDTHS))
 def test_passes_with_and_without_gradients_have_the_same_bits(
-    kind: str, kernel: str, megatron: None, tmp_path: Path
+    kind: str, kernel: str, megatron: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a whole model."""
-    able(kernel)
+    able(kernel, widths=(128, 128) if kind == "qwen3" else (192, 128))
+    monkeypatch.setitem(tiny.KINDS, kind, tiny.KINDS[kind] | _WIDTHS[kind])
     tiny.save(kind, tmp_path / "model")
     check_same_bits(trained_model(tmp_path / "model", attention_backend=kernel))
 
@@ -196,6 +206,6 @@ def test_passes_with_and_without_gradients_have_the_same_bits(
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_loop(kernel: str, workspace: Path, record_property: Record) -> None:
     """Of two rollouts, the first step of each on policy (``--ci-test``)."""
-    able(kernel)
+    able(kernel, widths=(32, 32))
     run_dir = run(workspace, f"attention_{kernel}", num_rollout=2, attention_backend=kernel, ci_test=True)
     check(run_dir, 2, record_property)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron import patches
+from slime.convert.arguments import parse_model_args
 from slime.fleet.placement import _no_attention, describe_placement
 from slime.options import training
 from slime.options.checks import attention as table
@@ -39,6 +43,7 @@ ON_H100 = Needs("bfloat16", 128, 128, "cuda", H100)
 ON_CPU = replace(ON_H100, device="cpu", capability=None)
 UNKNOWN = replace(ON_H100, device=None, capability=None)
 """As options know it."""
+LONG = replace(ON_H100, micro_batch=16384)
 ABSENT = {"fa4": "the package flash-attn-4 is not installed"}
 
 
@@ -47,36 +52,69 @@ def widths(key: int, value: int, needs: Needs = ON_H100) -> Needs:
 
 
 @pytest.mark.parametrize(
-    ("needs", "first"),
+    ("needs", "able", "first"),
     [
-        (ON_H100, "fa4"),
-        (UNKNOWN, "fa4"),
-        (replace(ON_H100, deterministic=True), "fa4"),
-        (replace(ON_H100, dtype="float16"), "fa4"),
-        (replace(ON_H100, dtype="float32"), "unfused"),
-        (replace(ON_H100, capability=A100), "flash"),
-        (replace(ON_H100, capability=(7, 5)), "unfused"),
-        (replace(ON_H100, capability=B200), "fa4"),
-        (replace(ON_H100, capability=RTX5090), "flash"),
-        (ON_CPU, "unfused"),
-        (replace(ON_CPU, dtype="float64"), "unfused"),
-        (widths(192, 128), "fa4"),
-        (widths(192, 128, replace(ON_H100, capability=B200)), "fa4"),
-        (widths(256, 256), "fa4"),
-        (widths(256, 128, replace(ON_H100, capability=B200)), "flash"),
-        (widths(64, 128), "fa4"),
-        (widths(64, 128, replace(ON_H100, capability=A100)), "unfused"),
-        (widths(576, 512), "unfused"),
-        (widths(20, 20), "unfused"),
-        (widths(24, 12), "flash"),
+        (LONG, "fa4 flash unfused", "fa4"),
+        (replace(LONG, deterministic=True), "fa4 flash unfused", "fa4"),
+        (replace(LONG, dtype="float16"), "fa4 flash unfused", "fa4"),
+        (replace(LONG, dtype="float32"), "unfused", "unfused"),
+        (replace(LONG, capability=A100), "flash unfused", "flash"),
+        (replace(LONG, capability=(7, 5)), "unfused", "unfused"),
+        (replace(LONG, capability=B200), "fa4 flash unfused", "flash"),
+        (replace(LONG, capability=RTX5090), "flash unfused", "flash"),
+        (replace(LONG, device="cpu", capability=None), "unfused", "unfused"),
+        (ON_H100, "fa4 flash unfused", "flash"),
+        (UNKNOWN, "fa4 flash unfused", "flash"),
+        (ON_CPU, "unfused", "unfused"),
+        (replace(ON_CPU, dtype="float64"), "unfused", "unfused"),
+        (widths(192, 128, LONG), "fa4 flash unfused", "flash"),
+        (widths(192, 128, replace(LONG, capability=B200)), "fa4 flash unfused", "flash"),
+        (widths(192, 192, LONG), "fa4 flash unfused", "flash"),
+        (widths(192, 192, replace(LONG, capability=B200)), "flash unfused", "flash"),
+        (widths(256, 256, LONG), "fa4 flash unfused", "flash"),
+        (widths(256, 256, replace(LONG, capability=B200)), "fa4 flash unfused", "flash"),
+        (widths(64, 64, LONG), "fa4 flash unfused", "flash"),
+        (widths(80, 80, LONG), "flash unfused", "flash"),
+        (widths(24, 24, LONG), "flash unfused", "flash"),
+        (widths(24, 12, LONG), "flash unfused", "flash"),
+        (widths(128, 64, LONG), "flash unfused", "flash"),
+        (widths(64, 128, LONG), "unfused", "unfused"),
+        (widths(288, 288, LONG), "unfused", "unfused"),
+        (widths(576, 512, LONG), "unfused", "unfused"),
+        (widths(20, 20, LONG), "unfused", "unfused"),
     ],
 )
-def test_auto_takes_the_first_that_can(needs: Needs, first: str) -> None:
+def test_what_each_can_do_and_what_auto_takes(needs: Needs, able: str, first: str) -> None:
     assert choose("auto", needs) == first
-    assert choose(first, needs) == first
+    for kernel in KERNELS:
+        if kernel.name in able.split():
+            assert choose(kernel.name, needs) == kernel.name
+        else:
+            with pytest.raises(OptionError):
+                choose(kernel.name, needs)
 
 
-@pytest.mark.parametrize(("needs", "second"), [(ON_H100, "flash"), (widths(64, 128), "unfused"), (ON_CPU, "unfused")])
+@pytest.mark.parametrize(
+    ("micro_batch", "response", "sequence", "first"),
+    [
+        (None, None, None, "flash"),
+        (16383, 2047, None, "flash"),
+        (8192, 512, 40960, "flash"),
+        (16384, None, None, "fa4"),
+        (16384, 512, 40960, "fa4"),
+        (4096, 2048, 40960, "fa4"),
+        (None, 2048, 4096, "fa4"),
+        (16384, 100, 129, "fa4"),
+        (16384, 100, 128, "flash"),
+    ],
+)
+def test_auto_takes_fa4_where_it_is_faster(
+    micro_batch: int | None, response: int | None, sequence: int | None, first: str
+) -> None:
+    assert choose("auto", replace(ON_H100, micro_batch=micro_batch, response=response, sequence=sequence)) == first
+
+
+@pytest.mark.parametrize(("needs", "second"), [(LONG, "flash"), (widths(64, 128, LONG), "unfused"), (ON_CPU, "unfused")])
 def test_auto_goes_without_a_package(needs: Needs, second: str) -> None:
     assert choose("auto", needs, ABSENT) == second
 
@@ -99,14 +137,14 @@ def test_auto_goes_without_a_package(needs: Needs, second: str) -> None:
         (
             "fa4",
             widths(256, 128, replace(ON_H100, capability=B200)),
-            "FlashAttention 4 has no heads of 256 channels and values of 128 (multiples of 8 from 8 to 256, on "
-            "Blackwell to 128, or 192 with values of 128, or 256): take flash or unfused",
+            "FlashAttention 4 has no heads of 256 channels and values of 128 (multiples of 32 to 256, on Blackwell to "
+            "128 and 256, with values as wide, or 192 with values of 128): take flash or unfused",
         ),
         (
             "flash",
             widths(64, 128),
             "torch's FlashAttention 2 has no heads of 64 channels and values of 128 (multiples of 8 to 256, with "
-            "values no wider): take fa4 or unfused",
+            "values no wider): take unfused",
         ),
         (
             "flash",
@@ -134,8 +172,8 @@ def test_a_package_that_is_not_there() -> None:
 def test_a_gradient_in_no_order_is_no_deterministic_one(monkeypatch: pytest.MonkeyPatch) -> None:
     loose = replace(KERNELS[0], deterministic=False)
     monkeypatch.setattr(table, "KERNELS", (loose, *KERNELS[1:]))
-    needs = replace(ON_H100, deterministic=True)
-    assert (choose("auto", ON_H100), choose("auto", needs)) == ("fa4", "flash")
+    needs = replace(LONG, deterministic=True)
+    assert (choose("auto", LONG), choose("auto", needs)) == ("fa4", "flash")
     with pytest.raises(OptionError, match="FlashAttention 4 has no deterministic gradient"):
         choose("fa4", needs)
 
@@ -189,6 +227,23 @@ def test_latent_attentions_widths(launch_directory: Any, parse: Parse) -> None:
     write_model(launch_directory / "model", {**LATENT, "v_head_dim": 24})
     needs = table.needs_of(parse())
     assert (needs.key_width, needs.value_width) == (32, 24)
+
+
+@pytest.mark.parametrize(
+    ("words", "micro_batch", "response", "sequence"),
+    [
+        ("--rollout-max-prompt-len 24 --rollout-max-response-len 16", None, 16, 40),
+        ("--rollout-max-response-len 16 --rollout-max-context-len 30", None, 16, 30),
+        ("--use-dynamic-batch-size --max-tokens-per-gpu 16384 --rollout-max-response-len 16", 16384, 16, None),
+    ],
+)
+def test_bounds_of_lengths(
+    words: str, micro_batch: int | None, response: int, sequence: int | None, parse: Parse
+) -> None:
+    args = parse(words)
+    needs = table.with_lengths(table.needs_of(args), args)
+    room = args.rollout_max_context_len  # of the model, where no flag says less
+    assert (needs.micro_batch, needs.response, needs.sequence) == (micro_batch, response, sequence or room)
 
 
 def test_placement_knows_the_device(parse: Parse) -> None:
@@ -257,7 +312,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> _Fa4:
     module = _Fa4()
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
-    for name in ("_fa4_function", "absent", "_tell"):
+    for name in ("_fa4_function", "why_absent", "_tell"):
         monkeypatch.setattr(kernels, name, getattr(kernels, name).__wrapped__)  # nothing is cached
     return module
 
@@ -291,27 +346,30 @@ def test_fa4_is_deterministic_where_torch_is(package: _Fa4) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "backend", "told"),
+    ("capability", "backend", "tokens", "told"),
     [
-        (H100, "auto", "attention: FlashAttention 4 (--attention-backend auto)"),
-        (H100, "flash", "attention: torch's FlashAttention 2 (--attention-backend flash)"),
-        (A100, "auto", "attention: torch's FlashAttention 2 (--attention-backend auto)"),
-        (None, "auto", "attention: torch's SDPA (--attention-backend auto)"),
+        (H100, "auto", 16384, "attention: FlashAttention 4 (--attention-backend auto)"),
+        (H100, "auto", 8192, "attention: torch's FlashAttention 2 (--attention-backend auto)"),
+        (H100, "fa4", 8192, "attention: FlashAttention 4 (--attention-backend fa4)"),
+        (H100, "flash", 16384, "attention: torch's FlashAttention 2 (--attention-backend flash)"),
+        (A100, "auto", 16384, "attention: torch's FlashAttention 2 (--attention-backend auto)"),
+        (None, "auto", 16384, "attention: torch's SDPA (--attention-backend auto)"),
     ],
 )
 def test_a_model_takes_what_the_gpu_has(
     capability: tuple[int, int] | None,
     backend: str,
+    tokens: int,
     told: str,
     package: _Fa4,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert logs(capability, backend, monkeypatch, caplog) == [told]
+    assert logs(capability, backend, monkeypatch, caplog, tokens) == [told]
 
 
 def test_what_is_not_there_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    for cached in (kernels.absent, kernels._tell):
+    for cached in (kernels.why_absent, kernels._tell):
         cached.cache_clear()
     monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
     (line,) = logs(H100, "auto", monkeypatch, caplog, times=2)
@@ -320,7 +378,22 @@ def test_what_is_not_there_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog:
     )
     with pytest.raises(OptionError, match=r"fa4: the package flash-attn-4 is not installed .*: take flash or unfused"):
         logs(H100, "fa4", monkeypatch, caplog)
-    for cached in (kernels.absent, kernels._tell):
+    for cached in (kernels.why_absent, kernels._tell):
+        cached.cache_clear()
+
+
+def test_nothing_is_imported_that_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for cached in (kernels.why_absent, kernels._tell):
+        cached.cache_clear()
+    imported: list[str] = []
+    monkeypatch.setattr(kernels.importlib, "import_module", imported.append)
+    logs(H100, "auto", monkeypatch, caplog, tokens=8192)
+    assert imported == []
+    logs(H100, "auto", monkeypatch, caplog)
+    assert imported == ["flash_attn.cute"]
+    for cached in (kernels.why_absent, kernels._tell):
         cached.cache_clear()
 
 
@@ -329,17 +402,38 @@ def logs(
     backend: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    tokens: int = 16384,
     times: int = 1,
 ) -> list[str]:
-    """Of a model that is built on such a GPU."""
+    """Of a model that is built on such a GPU, for micro-batches of so many tokens."""
     monkeypatch.setattr(device, "is_cuda", lambda: capability is not None)
     monkeypatch.setattr(device, "capability", lambda: capability)
-    args = tiny.arguments(CONFIGS / "qwen3-30B-A3B", attention_backend=backend, params_dtype="bfloat16")
+    options = {"params_dtype": "bfloat16", "use_dynamic_batch_size": True, "max_tokens_per_gpu": tokens}
+    args = tiny.arguments(CONFIGS / "qwen3-30B-A3B", attention_backend=backend, **options)
     config = transformer_config(args)
     with caplog.at_level(logging.INFO, logger=kernels.__name__):
         for _ in range(times):
             kernels.kernel_of(args, config)
     return [record.getMessage() for record in caplog.records if record.name == kernels.__name__]
+
+
+def test_a_run_has_one_kernel(package: _Fa4, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options' lengths decide, not a micro-batch's."""
+    monkeypatch.setattr(device, "is_cuda", lambda: True)
+    monkeypatch.setattr(device, "capability", lambda: H100)
+    args = tiny.arguments(CONFIGS / "qwen3-30B-A3B", params_dtype="bfloat16", rollout_max_response_len=4096)
+    kernel = kernels.kernel_of(args, transformer_config(args))
+    assert isinstance(kernel, functools.partial)
+    assert kernel.keywords == {"backend": "fa4"}
+
+
+@pytest.mark.parametrize("words", ["--attention-backend fa4", "--attention-backend fused", ""])
+def test_a_conversion_computes_no_attention(words: str, models: Callable[[str], Path], tmp_path: Path) -> None:
+    directories = ["--hf-checkpoint", str(models("qwen3")), "--save", str(tmp_path / "out")]
+    args = parse_model_args("", [*directories, *words.split()])
+    kernel = kernels.kernel_of(args, transformer_config(args))
+    assert isinstance(kernel, functools.partial)
+    assert kernel.keywords == {"backend": "unfused"}
 
 
 def test_a_models_own_softmax_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

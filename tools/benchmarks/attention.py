@@ -55,12 +55,9 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     channels = config.get("head_dim", config["hidden_size"] // heads)
     needs = table.Needs("bfloat16", channels, channels, "cuda", device.capability())
-    started = time.perf_counter()
-    kernels.absent()
-    print(f"attention: packages imported in {time.perf_counter() - started:.1f} s", flush=True)
     for kernel in [row.name for row in table.KERNELS]:
         try:
-            table.choose(kernel, needs, kernels.absent())
+            kernels.choose(kernel, needs)
         except table.OptionError as error:
             print(f"attention: {error}", flush=True)
             continue

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slime.options.errors import OptionError
 from slime.options.rules import Rule, check
@@ -19,6 +19,8 @@ FLAG = "--attention-backend"
 AUTO = "auto"
 _OWN = "!custom_model_provider_path"
 """A model of the user's own may have attention of its own."""
+_LARGE_MICRO_BATCH, _LONG_RESPONSE, _SHORT_SEQUENCE = 16384, 2048, 128
+"""Tokens from which, or up to which, FlashAttention 4 was measured to be faster, or slower, than torch's."""
 
 RULES = (
     Rule(
@@ -43,6 +45,8 @@ class Needs:
         capability: the GPU's compute capability, if it is known.
         deterministic: the same bits in every gradient.
         variants: what else enters the softmax: ``sinks``, ``sliding windows``, ``a soft cap``.
+        micro_batch: tokens that a rank may have in a micro-batch; ``response``: that one may have; ``sequence``: that
+            one and its prompt may have. None where the options set no bound.
     """
 
     dtype: str
@@ -52,6 +56,9 @@ class Needs:
     capability: tuple[int, int] | None = None
     deterministic: bool = False
     variants: tuple[str, ...] = ()
+    micro_batch: int | None = None
+    response: int | None = None
+    sequence: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,14 +79,29 @@ class Kernel:
     package: str | None = None
     """What must be installed beside torch, and ``module``: how it is imported."""
     module: str = ""
+    pays: Callable[[Needs], bool] = lambda needs: True
+    """Whether ``auto`` takes it where it can be had: not before it was measured to be faster than what follows."""
 
 
 def _fa4_takes(needs: Needs) -> bool:
+    """The package says multiples of 8. Its gradient (4.0.0b19) does not compile for 24 channels and others that it pads
+    (flash_bwd_preprocess.py: "cute.copy op expects pred to have compatible shape"), nor for grouped queries where values
+    have another width; without groups, DeepSeek V3's two widths were run."""
     widths = (needs.key_width, needs.value_width)
-    if any(width % 8 or not 8 <= width <= 256 for width in widths):
-        return False
+    if widths == (192, 128):
+        return True
     is_hopper = needs.capability is None or needs.capability[0] == 9
-    return is_hopper or max(widths) <= 128 or widths in ((192, 128), (256, 256))
+    return widths[0] == widths[1] and widths[0] in (*range(32, 257 if is_hopper else 129, 32), 256)
+
+
+def _fa4_pays(needs: Needs) -> bool:
+    """On Hopper, with heads of 128: the only ones that were timed (docs/performance.md). The host takes 0.3 ms more for
+    a layer's calls, which only much work of the GPU hides; of sequences within one block the GPU has more work, too."""
+    if (needs.key_width, needs.value_width) != (128, 128) or not needs.capability or needs.capability[0] != 9:
+        return False
+    if needs.sequence is not None and needs.sequence <= _SHORT_SEQUENCE:
+        return False
+    return (needs.micro_batch or 0) >= _LARGE_MICRO_BATCH or (needs.response or 0) >= _LONG_RESPONSE
 
 
 def _flash_takes(needs: Needs) -> bool:
@@ -91,10 +113,11 @@ KERNELS = (
         "fa4",
         "FlashAttention 4",
         _fa4_takes,
-        "multiples of 8 from 8 to 256, on Blackwell to 128, or 192 with values of 128, or 256",
+        "multiples of 32 to 256, on Blackwell to 128 and 256, with values as wide, or 192 with values of 128",
         capabilities=range(9, 12),
         package="flash-attn-4",
         module="flash_attn.cute",
+        pays=_fa4_pays,
     ),
     Kernel(
         "flash",
@@ -105,7 +128,7 @@ KERNELS = (
     ),
     Kernel("unfused", "torch's SDPA", lambda needs: True, "any", dtypes=("bfloat16", "float16", "float32", "float64")),
 )
-"""Beginning with what ``auto`` prefers where it can."""
+"""Beginning with what ``auto`` prefers where it can and pays."""
 
 
 def choose(backend: str, needs: Needs, absent: Mapping[str, str] | None = None) -> str:
@@ -120,7 +143,7 @@ def choose(backend: str, needs: Needs, absent: Mapping[str, str] | None = None) 
     lacking = {kernel.name: _lacks(kernel, needs) or (absent or {}).get(kernel.name) for kernel in KERNELS}
     able = [name for name, reason in lacking.items() if reason is None]
     if backend == AUTO and able:
-        return able[0]
+        return next(kernel.name for kernel in KERNELS if kernel.name in able and kernel.pays(needs))
     if backend in able:
         return backend
     reason = lacking[KERNELS[-1].name if backend == AUTO else backend]
@@ -175,11 +198,24 @@ def by_transformer_engine(args: Namespace) -> bool:
 
 
 def needs_of(args: Namespace, device: str | None = None) -> Needs:
-    """What the options tell of a run's attention; ``device``: where trainers are, once that is known."""
-    widths = (args.kv_channels,) * 2
+    """What the options tell of a run's attention but for lengths; ``device``: where trainers are, once it is known."""
     if args.multi_latent_attention:
         widths = (args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim)
+    else:
+        widths = (args.kv_channels, args.kv_channels)
     return Needs(args.params_dtype, *widths, device=device, deterministic=args.deterministic_mode)
+
+
+def with_lengths(needs: Needs, args: Namespace) -> Needs:
+    """With the bounds that the options set. They hold as long as a run does, so that all its passes have one kernel."""
+    prompt, response = args.rollout_max_prompt_len, args.rollout_max_response_len
+    bounds = (args.rollout_max_context_len, prompt + response if prompt and response else None)
+    return replace(
+        needs,
+        micro_batch=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
+        response=response,
+        sequence=min((bound for bound in bounds if bound is not None), default=None),
+    )
 
 
 def check_attention(args: Namespace, device: str | None = None) -> None:

@@ -108,8 +108,9 @@ FLAGS: tuple[Flag, ...] = (
     _choice(
         "--attention-backend",
         "What computes attention: fa4, FlashAttention 4 of the package flash-attn-4 (Hopper and newer); flash, torch's "
-        "FlashAttention 2; unfused, torch's SDPA; auto, the first of these that can. With --transformer-impl "
-        "transformer_engine all but fa4 are that package's, and fused, cuDNN's, is the default.",
+        "FlashAttention 2; unfused, torch's SDPA; auto, fa4 where it was measured to be faster, else the first of the "
+        "others that can. With --transformer-impl transformer_engine all but fa4 are that package's, and fused, "
+        "cuDNN's, is the default.",
         "auto fa4 flash unfused fused local",
         "auto",
     ),

@@ -1,7 +1,7 @@
 """The kernels that compute attention over packed sequences, behind one function that chooses.
 
 What each can do is a table of the options (`slime.options.checks.attention`). Which one it is depends on the model, the
-device and the lengths of a micro-batch alone, so that passes with and without gradients have the same bits.
+device and the options alone, never on a micro-batch, so that passes with and without gradients have the same bits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 import inspect
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -57,52 +57,61 @@ def packed_attention(
 @functools.cache
 def _chosen(backend: str, dtype: str, key_width: int, value_width: int, where: str, deterministic: bool) -> str:
     needs = table.Needs(dtype, key_width, value_width, where, device.capability(), deterministic)
-    return table.choose(backend, needs, absent())
+    return choose(backend, needs)[0]
+
+
+def choose(backend: str, needs: table.Needs) -> tuple[str, str]:
+    """A kernel that can be imported, and, where ``auto`` would have had another one, why that cannot.
+
+    Nothing is imported but what is chosen: flash-attn-4 takes seconds.
+
+    Raises:
+        OptionError: as `slime.options.checks.attention.choose` has it.
+    """
+    name = table.choose(backend, needs)
+    if reason := why_absent(name):
+        return table.choose(backend, needs, {name: reason}), reason
+    return name, ""
 
 
 def kernel_of(args: Namespace, config: TransformerConfig) -> Kernel:
-    """`packed_attention` as ``--attention-backend`` has it, which is logged.
+    """`packed_attention` as ``--attention-backend`` has it, which is logged: one kernel for all passes of a run.
 
     Raises:
         OptionError: before anything is computed, as no kernel, or not the one asked for, is for this model and GPU.
     """
     variants = {"sinks": config.softmax_type != "vanilla", "sliding windows": config.window_size is not None}
-    needs = table.needs_of(args, "cuda" if device.is_cuda() else "cpu")
-    backend = table.named_kernel(args)
-    name = table.choose(
-        backend,
-        replace(
-            needs,
-            capability=device.capability(),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            variants=tuple(variant for variant, is_needed in variants.items() if is_needed),
-        ),
-        absent(),
+    needs = replace(
+        table.needs_of(args, "cuda" if device.is_cuda() else "cpu"),
+        capability=device.capability(),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        variants=tuple(variant for variant, is_needed in variants.items() if is_needed),
     )
-    _tell(backend, name)
-    return functools.partial(packed_attention, backend=backend)
+    backend = table.named_kernel(args)
+    name, reason = choose(backend, table.with_lengths(needs, args) if backend == table.AUTO else needs)
+    _tell(backend, name, reason)
+    return functools.partial(packed_attention, backend=name)
 
 
 @functools.cache
-def _tell(backend: str, name: str) -> None:
+def _tell(backend: str, name: str, reason: str) -> None:
     what = next(kernel.what for kernel in table.KERNELS if kernel.name == name)
-    without = "; ".join(absent().values()) if backend == table.AUTO and device.is_cuda() else ""
-    logger.info("attention: %s (%s %s)%s", what, table.FLAG, backend, f"; {without}" if without else "")
+    logger.info("attention: %s (%s %s)%s", what, table.FLAG, backend, f"; {reason}" if reason else "")
 
 
 @functools.cache
-def absent() -> Mapping[str, str]:
-    """By kernel, why it cannot be imported; of those for other GPUs nothing is said, as nothing is tried."""
-    reasons, capability = {}, device.capability()
-    for kernel in table.KERNELS:
-        if kernel.package and kernel.capabilities and capability and capability[0] in kernel.capabilities:
-            try:
-                importlib.import_module(kernel.module)
-            except ModuleNotFoundError as error:
-                reasons[kernel.name] = f"the package {kernel.package} is not installed ({error})"
-            except Exception as error:  # of its compiler, in many ways
-                reasons[kernel.name] = f"the package {kernel.package} cannot be imported ({error!r})"
-    return reasons
+def why_absent(name: str) -> str:
+    """Why a kernel cannot be imported; empty where it can."""
+    kernel = next(kernel for kernel in table.KERNELS if kernel.name == name)
+    if not kernel.package:
+        return ""
+    try:
+        importlib.import_module(kernel.module)
+    except ModuleNotFoundError as error:
+        return f"the package {kernel.package} is not installed ({error})"
+    except Exception as error:  # of its compiler, in many ways
+        return f"the package {kernel.package} cannot be imported ({error!r})"
+    return ""
 
 
 def fa4(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
