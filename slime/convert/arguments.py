@@ -56,8 +56,8 @@ class ConversionOptions:
 def parse_model_args(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """`ConversionOptions` and Megatron's flags, with the model's shape from its config.json.
 
-    Flags of the parallel layout, ``--transformer-impl`` and ``--attention-backend`` are accepted, and set to that of one
-    rank. A bad input prints one line that names the flag and exits with status 2.
+    Flags of the parallel layout, ``--transformer-impl`` and ``--attention-backend`` are accepted, and set to those of
+    one rank. A bad input prints one line that names the flag and exits with status 2.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = StrictParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

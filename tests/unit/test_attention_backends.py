@@ -69,10 +69,11 @@ def widths(key: int, value: int, needs: Needs = ON_H100) -> Needs:
         (replace(ON_CPU, dtype="float64"), "unfused", "unfused"),
         (widths(192, 128, LONG), "fa4 flash unfused", "flash"),
         (widths(192, 128, replace(LONG, capability=B200)), "fa4 flash unfused", "flash"),
-        (widths(192, 192, LONG), "fa4 flash unfused", "flash"),
-        (widths(192, 192, replace(LONG, capability=B200)), "flash unfused", "flash"),
+        (widths(192, 192, LONG), "flash unfused", "flash"),
+        (widths(160, 160, LONG), "flash unfused", "flash"),
         (widths(256, 256, LONG), "fa4 flash unfused", "flash"),
         (widths(256, 256, replace(LONG, capability=B200)), "fa4 flash unfused", "flash"),
+        (widths(32, 32, LONG), "fa4 flash unfused", "flash"),
         (widths(64, 64, LONG), "fa4 flash unfused", "flash"),
         (widths(80, 80, LONG), "flash unfused", "flash"),
         (widths(24, 24, LONG), "flash unfused", "flash"),
@@ -114,7 +115,9 @@ def test_auto_takes_fa4_where_it_is_faster(
     assert choose("auto", replace(ON_H100, micro_batch=micro_batch, response=response, sequence=sequence)) == first
 
 
-@pytest.mark.parametrize(("needs", "second"), [(LONG, "flash"), (widths(64, 128, LONG), "unfused"), (ON_CPU, "unfused")])
+@pytest.mark.parametrize(
+    ("needs", "second"), [(LONG, "flash"), (widths(64, 128, LONG), "unfused"), (ON_CPU, "unfused")]
+)
 def test_auto_goes_without_a_package(needs: Needs, second: str) -> None:
     assert choose("auto", needs, ABSENT) == second
 
@@ -137,8 +140,8 @@ def test_auto_goes_without_a_package(needs: Needs, second: str) -> None:
         (
             "fa4",
             widths(256, 128, replace(ON_H100, capability=B200)),
-            "FlashAttention 4 has no heads of 256 channels and values of 128 (multiples of 32 to 256, on Blackwell to "
-            "128 and 256, with values as wide, or 192 with values of 128): take flash or unfused",
+            "FlashAttention 4 has no heads of 256 channels and values of 128 (32, 64, 96, 128 or 256, with values as "
+            "wide, or 192 with values of 128): take flash or unfused",
         ),
         (
             "flash",

@@ -21,6 +21,8 @@ _OWN = "!custom_model_provider_path"
 """A model of the user's own may have attention of its own."""
 _LARGE_MICRO_BATCH, _LONG_RESPONSE, _SHORT_SEQUENCE = 16384, 2048, 128
 """Tokens from which, or up to which, FlashAttention 4 was measured to be faster, or slower, than torch's."""
+_FA4_WIDTHS = {*((width, width) for width in (32, 64, 96, 128, 256)), (192, 128)}
+"""Channels of keys and of values."""
 
 RULES = (
     Rule(
@@ -84,19 +86,15 @@ class Kernel:
 
 
 def _fa4_takes(needs: Needs) -> bool:
-    """The package says multiples of 8. Its gradient (4.0.0b19) does not compile for 24 channels and others that it pads
-    (flash_bwd_preprocess.py: "cute.copy op expects pred to have compatible shape"), nor for grouped queries where values
-    have another width; without groups, DeepSeek V3's two widths were run."""
-    widths = (needs.key_width, needs.value_width)
-    if widths == (192, 128):
-        return True
-    is_hopper = needs.capability is None or needs.capability[0] == 9
-    return widths[0] == widths[1] and widths[0] in (*range(32, 257 if is_hopper else 129, 32), 256)
+    """The package says multiples of 8. Gradients of 4.0.0b19 do not compile for Hopper, with grouped queries, for heads
+    of 24 channels and others that it pads (flash_bwd_preprocess.py: "cute.copy op expects pred to have compatible
+    shape"), of 160 and of 192, nor where values have another width. Heads of 32 and 96 were compiled only."""
+    return (needs.key_width, needs.value_width) in _FA4_WIDTHS
 
 
 def _fa4_pays(needs: Needs) -> bool:
-    """On Hopper, with heads of 128: the only ones that were timed (docs/performance.md). The host takes 0.3 ms more for
-    a layer's calls, which only much work of the GPU hides; of sequences within one block the GPU has more work, too."""
+    """On Hopper, with heads of 128: the only ones that were timed (docs/performance.md). The host takes up to 0.5 ms
+    more for a layer's calls, which only much work of the GPU hides; on short sequences the GPU is slower, too."""
     if (needs.key_width, needs.value_width) != (128, 128) or not needs.capability or needs.capability[0] != 9:
         return False
     if needs.sequence is not None and needs.sequence <= _SHORT_SEQUENCE:
@@ -113,7 +111,7 @@ KERNELS = (
         "fa4",
         "FlashAttention 4",
         _fa4_takes,
-        "multiples of 32 to 256, on Blackwell to 128 and 256, with values as wide, or 192 with values of 128",
+        "32, 64, 96, 128 or 256, with values as wide, or 192 with values of 128",
         capabilities=range(9, 12),
         package="flash-attn-4",
         module="flash_attn.cute",
