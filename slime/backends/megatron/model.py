@@ -34,7 +34,7 @@ from slime.backends.megatron.layers.latent_attention import LatentAttention
 from slime.backends.megatron.layers.norm import RMSNorm, SandwichLayer
 from slime.backends.megatron.layers.rotary import Rotary
 from slime.backends.megatron.model_hooks import provided_stage
-from slime.options.checks.attention import AUTO, by_transformer_engine, named_kernel
+from slime.options.checks.attention import AUTO, by_transformer_engine
 from slime.options.flags.megatron import config_kwargs
 from slime.utils import device
 
@@ -59,8 +59,10 @@ def transformer_config(args: Namespace) -> TransformerConfig:
     `slime.options.checks.unheeded` says when flags are read.
     """
     kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
-    known = args if named_kernel(args) != "fa4" else Namespace(**vars(args) | {"attention_backend": AUTO})
-    values = config_kwargs(known, kind)
+    # Megatron notes a choice in the environment, and then refuses others: it hears of those only that are its own.
+    is_megatrons = args.custom_model_provider_path and args.attention_backend != "fa4"
+    attention = args.attention_backend if is_megatrons or by_transformer_engine(args) else AUTO
+    values = config_kwargs(Namespace(**vars(args) | {"attention_backend": attention}), kind)
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     values.update(
         _WITHOUT_TRANSFORMER_ENGINE,
