@@ -75,7 +75,7 @@ def choose(backend: str, needs: table.Needs) -> tuple[str, str]:
 
 
 def kernel_of(args: Namespace, config: TransformerConfig) -> Kernel:
-    """`packed_attention` as ``--attention-backend`` has it, which is logged: one kernel for all passes of a run.
+    """`packed_attention` as ``--attention-backend`` has it: one kernel for all passes of a run. ``auto``'s is logged.
 
     Raises:
         OptionError: before anything is computed, as no kernel, or not the one asked for, is for this model and GPU.
@@ -88,15 +88,18 @@ def kernel_of(args: Namespace, config: TransformerConfig) -> Kernel:
         variants=tuple(variant for variant, is_needed in variants.items() if is_needed),
     )
     backend = table.named_kernel(args)
-    name, reason = choose(backend, table.with_lengths(needs, args) if backend == table.AUTO else needs)
-    _tell(backend, name, reason)
+    if backend == table.AUTO:
+        name, reason = choose(backend, table.with_lengths(needs, args))
+        _tell(name, reason)
+    else:
+        name, _ = choose(backend, needs)
     return functools.partial(packed_attention, backend=name)
 
 
 @functools.cache
-def _tell(backend: str, name: str, reason: str) -> None:
+def _tell(name: str, reason: str) -> None:
     what = next(kernel.what for kernel in table.KERNELS if kernel.name == name)
-    logger.info("attention: %s (%s %s)%s", what, table.FLAG, backend, f"; {reason}" if reason else "")
+    logger.info("attention: %s (%s %s)%s", what, table.FLAG, table.AUTO, f"; {reason}" if reason else "")
 
 
 @functools.cache
