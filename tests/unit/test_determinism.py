@@ -69,6 +69,10 @@ def test_what_goes_with_it(words: str, parse: Parse) -> None:
             "--rm-sglang-args: with --attention-backend flex_attention responses depend on",
         ),
         (
+            '--rm-model-path model --rm-num-gpus 1 --rm-sglang-args {"enable_hierarchical_cache":true}',
+            "--rm-sglang-args: --deterministic-mode and --sglang-enable-hierarchical-cache do not go together",
+        ),
+        (
             '--train-env-vars {"CUBLAS_WORKSPACE_CONFIG":":0:0"}',
             "CUBLAS_WORKSPACE_CONFIG=:0:0 must be one of :4096:8, :16:8: unset it",
         ),
@@ -88,14 +92,25 @@ def test_asynchronous_training_is_refused(capsys: pytest.CaptureFixture[str]) ->
     assert f"{MODE} and train_async.py do not go together" in told
 
 
-def test_engines_of_a_file_are_looked_at(launch_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        ({"attention_backend": "flex_attention"}, "with --attention-backend flex_attention responses"),
+        ({"enable_hierarchical_cache": True}, "--deterministic-mode and --sglang-enable-hierarchical-cache do not"),
+        ({"enable_eplb": True}, "--deterministic-mode and --sglang-enable-eplb do not"),
+        ({"speculative_algorithm": "EAGLE"}, "--deterministic-mode and --sglang-speculative-algorithm EAGLE do not"),
+    ],
+)
+def test_engines_of_a_file_are_looked_at(
+    overrides: dict[str, object], why: str, launch_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_model(launch_directory / "other")
-    groups = [{"num_gpus": 1, "overrides": {"attention_backend": "flex_attention"}}]
+    groups = [{"num_gpus": 1, "overrides": overrides}]
     other = {"name": "other", "model_path": "other", "server_groups": groups}
     models = [{"name": "actor", "server_groups": [{"num_gpus": 1}]}, other]
     Path("models.yaml").write_text(yaml.safe_dump({"sglang": models}))
     told = failure(capsys, f"{MODE} --sglang-config models.yaml", "--colocate")
-    assert re.search(r"models\.yaml.*other.*: with --attention-backend flex_attention responses", told)
+    assert re.search(rf"models\.yaml.*other.*: {why}", told)
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC)

@@ -237,6 +237,7 @@ def test_a_session_keeps_each_tokens_route_once() -> None:
     assert (len(known.tokens), known.rollout_routed_experts.tolist()) == (9, routes(6).tolist())
 
 
+RUNNERS = ("triton_kernel", "flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4")
 RULED = {
     "use_routing_replay": True,
     "use_rollout_routing_replay": True,
@@ -250,7 +251,18 @@ RULED = {
     "keep_old_actor": False,
     "sglang_speculative_algorithm": None,
     "sglang_models": [],
+    "sglang_cli": [],
+    "sglang_moe_a2a_backend": "none",
+    "sglang_moe_runner_backend": "auto",
 }
+
+
+def served(*words: str, prefills_apart: bool = False) -> dict[str, Any]:
+    """A model whose second group has these words beside those of the command line."""
+    common = ["--mem-fraction-static", "0.5"]
+    groups = [Namespace(where=f"m: group {i}", sglang_cli=[*common, *own]) for i, own in enumerate([(), words])]
+    model = Namespace(update_weights=True, prefills_apart=prefills_apart, where="m", groups=groups)
+    return {"sglang_models": [model], "sglang_cli": common}
 
 
 @pytest.mark.parametrize(
@@ -263,7 +275,21 @@ RULED = {
         ({"loss_type": "sft_loss"}, "one pass alone"),
         ({"keep_old_actor": True, "use_rollout_routing_replay": False}, "several passes"),
         ({"sglang_speculative_algorithm": "EAGLE"}, "engines that draft"),
-        ({"sglang_models": [Namespace(update_weights=True, prefills_apart=True, where="m")]}, "m: prefill and decode"),
+        ({"sglang_enable_hierarchical_cache": True}, "-hierarchical-cache do not .* the routes of others"),
+        ({"sglang_enable_lmcache": True}, "--sglang-enable-lmcache do not .* the routes of others"),
+        ({"sglang_enable_flexkv": True}, "--sglang-enable-flexkv do not .* the routes of others"),
+        ({"sglang_radix_cache_backend": "flexkv"}, "--sglang-radix-cache-backend flexkv do not"),
+        ({"sglang_enable_two_batch_overlap": True}, "each half of a batch"),
+        ({"sglang_moe_a2a_backend": "mooncake"}, "--sglang-moe-a2a-backend mooncake do not"),
+        ({"sglang_moe_a2a_backend": "deepep"}, None),
+        *(({"sglang_moe_runner_backend": name}, f"{name} do not .* chooses experts by itself") for name in RUNNERS),
+        ({"sglang_moe_runner_backend": "triton"}, None),
+        (served(prefills_apart=True), "m: prefill and decode"),
+        (served("--enable-hierarchical-cache", "--page-size", "64"), "m: group 1: .*hierarchical-cache do not"),
+        (served("--speculative-algorithm", "EAGLE"), "m: group 1: .*engines that draft"),
+        (served("--moe-runner-backend", "triton_kernel"), "m: group 1: .* triton_kernel do not"),
+        (served("--moe-a2a-backend", "mori"), "m: group 1: .*mori do not"),
+        (served("--page-size", "64"), None),
         ({"keep_old_actor": True}, None),
         ({}, None),
     ],

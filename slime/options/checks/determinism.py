@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from slime.options.errors import OptionError
 from slime.options.rules import Rule, check
+from slime.options.serving.overrides import check_engines
 from slime.utils.environment import DETERMINISTIC, as_environment
 
 FLAG = "--deterministic-mode"
@@ -35,6 +36,9 @@ RULES = (
         " do not go together: what is done first, and so is trained, is a matter of time; drop it "
         "(--dynamic-sampling-filter-path by itself draws one prompt for each that it drops, in a fixed order)",
     ),
+)
+"""What is known with the model's config."""
+ENGINE_RULES = (
     Rule(
         "deterministic_mode",
         "and",
@@ -54,7 +58,7 @@ RULES = (
         " do not go together: experts move by how long and how often they were asked; drop one",
     ),
 )
-"""What is known with the model's config."""
+"""Of each engine of any model."""
 
 
 def engines_are_deterministic(args: Namespace) -> bool:
@@ -73,8 +77,19 @@ def check_determinism(args: Namespace) -> None:
     check(args, RULES)
     if not args.deterministic_mode:
         return
-    if wrong := [*_variables(args), *_backends(args)]:
+    engines = list(_engines(args))
+    check_engines(args, ENGINE_RULES, engines)
+    if wrong := [*_variables(args), *_backends(engines)]:
         raise OptionError("; ".join(wrong))
+
+
+def _engines(args: Namespace) -> Iterator[tuple[str, Sequence[str]]]:
+    """The command line of each kind of the run's engines, after where it is from."""
+    if not args.sglang_models:
+        yield "the engines' command line", args.sglang_cli
+    for model in args.sglang_models:
+        yield from ((group.where, group.sglang_cli) for group in model.groups)
+    yield "--rm-sglang-args", args.rm_sglang_cli
 
 
 def _variables(args: Namespace) -> Iterator[str]:
@@ -84,10 +99,8 @@ def _variables(args: Namespace) -> Iterator[str]:
             yield f"{FLAG}: {name}={value} must be one of {', '.join(values)}: unset it"
 
 
-def _backends(args: Namespace) -> Iterator[str]:
-    groups = [(group.where, group.sglang_cli) for model in args.sglang_models for group in model.groups]
-    own: list[tuple[str, Sequence[str]]] = [] if groups else [("the engines' command line", args.sglang_cli)]
-    for where, words in [*own, *groups, ("--rm-sglang-args", args.rm_sglang_cli)]:
+def _backends(engines: Iterable[tuple[str, Sequence[str]]]) -> Iterator[str]:
+    for where, words in engines:
         given = dict(pairwise(words))
         for flag in (f"--{kind}-backend" for kind in _BACKENDS):
             if given.get(flag, ATTENTION[0]) not in ATTENTION:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from slime.options.errors import OptionError
 from slime.options.flags.schema import option
 from slime.options.rules import Rule, check
+from slime.options.serving.overrides import check_engines
+from slime.options.serving.sglang_config import generating
 
 
 @dataclass
@@ -49,14 +51,42 @@ RULES = (
         " do not go together: several passes make the old log-probs; the engine's routes are one a token",
         when="!use_rollout_routing_replay",
     ),
+)
+"""What is known with the model's config."""
+ENGINE_RULES = (
     Rule(
         "use_rollout_routing_replay",
         "and",
         "sglang_speculative_algorithm",
         " do not go together: engines that draft do not keep the routes of all that they verify",
     ),
+    Rule(
+        "use_rollout_routing_replay",
+        "and",
+        "sglang_enable_hierarchical_cache sglang_enable_lmcache sglang_enable_flexkv sglang_radix_cache_backend",
+        " do not go together: routes are kept by the place of a token in the device's cache, and what comes back from "
+        "another memory gets a new place, with the routes of others: drop one",
+    ),
+    Rule(
+        "use_rollout_routing_replay",
+        "and",
+        "sglang_enable_two_batch_overlap",
+        " do not go together: each half of a batch writes its routes over those of the other half; drop one",
+    ),
+    Rule(
+        "use_rollout_routing_replay",
+        "and",
+        "sglang_moe_a2a_backend!=none|deepep",
+        " do not go together: each rank would keep the routes of its own part of a batch; take deepep or none",
+    ),
+    Rule(
+        "use_rollout_routing_replay",
+        "and",
+        "sglang_moe_runner_backend=triton_kernel|flashinfer_trtllm|experimental_sgl_trtllm|flashinfer_mxfp4",
+        " do not go together: its kernel chooses experts by itself, and keeps no routes; take another, such as triton",
+    ),
 )
-"""What is known with the model's config."""
+"""Of each engine that generates. sglang 0.5.17 keeps routes in ``srt/state_capturer``."""
 
 
 def contain_replay(args: Namespace) -> None:
@@ -67,6 +97,11 @@ def contain_replay(args: Namespace) -> None:
 def check_routing(args: Namespace) -> None:
     """OptionError for what replay would silently miss."""
     check(args, RULES)
+    if args.sglang_models:
+        groups = generating(args.sglang_models).groups
+        check_engines(args, ENGINE_RULES, ((group.where, group.sglang_cli) for group in groups))
+    else:
+        check(args, ENGINE_RULES)
     apart = [model.where for model in args.sglang_models if model.update_weights and model.prefills_apart]
     if args.use_rollout_routing_replay and apart:
         raise OptionError(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from slime.options.errors import OptionError, naming
 from slime.options.flags.parser import StrictParser
 from slime.options.flags.sglang import PassThrough, command_line
 from slime.options.rollout import RANKS
-from slime.options.rules import check
+from slime.options.rules import Rule, broken, check
 
 _WORDS = "sglang_words"
 
@@ -47,7 +47,28 @@ def engine_flags(
     return command_line(kept | own.get(_WORDS, {}))
 
 
+def check_engines(args: Namespace, table: tuple[Rule, ...], engines: Iterable[tuple[str, Sequence[str]]]) -> None:
+    """Hold each of these engines, of which the words of its command line are given after where they are from, against
+    rules of ``sglang_`` options; OptionError with all sentences, each after where it is from."""
+    given = _settings(args.sglang_cli)
+    of_run = {name: value for name, value in vars(args).items() if name not in given}
+    each = ((where, Namespace(**of_run | _settings(words))) for where, words in engines)
+    if wrong := [f"{where}: {sentence}" for where, settings in each for sentence in broken(settings, table)]:
+        raise OptionError("; ".join(wrong))
+
+
+def _settings(words: Sequence[str]) -> dict[str, Any]:
+    """What the words of a command line set, by attribute of the run's options."""
+    given: list[list[str]] = []
+    for word in words:
+        if word.startswith("--"):
+            given.append([])
+        given[-1].append(word)
+    return {f"sglang_{flag[0].removeprefix('--').replace('-', '_')}": _value(flag) for flag in given}
+
+
 def _value(words: list[str]) -> Any:
-    """What `RANKS` compare: a number, or that a switch is there."""
-    value = words[1] if len(words) > 1 else "True"
-    return int(value) if value.isdecimal() else value
+    """What rules compare: a number, or that a switch is there."""
+    if len(words) == 1:
+        return True
+    return int(words[1]) if words[1].isdecimal() else words[1]
