@@ -36,7 +36,7 @@ def check_finite(args: Namespace, where: str, what: str, value: float) -> None:
 
 
 def check_step(
-    args: Namespace, where: str, metrics: dict[str, float], trained_tokens: float, *, is_first: bool
+    args: Namespace, where: str, metrics: dict[str, float], trained_tokens: float, *, is_first: bool, on_policy: bool
 ) -> None:
     """Check a step's metrics; TrainingError where a check of ``--ci-test`` failed, or with ``--stop-on-mismatch``
     trainer and engine disagree.
@@ -44,6 +44,8 @@ def check_step(
     Args:
         trained_tokens: of all ranks; without any the means are 0, and say nothing.
         is_first: the actor's first step of all: on policy, and at the reference.
+        on_policy: whether the log-probs that it compares with the engine's are the actor's before the rollout's first
+            step.
     """
     if not trained_tokens:
         logger.warning(
@@ -51,7 +53,7 @@ def check_step(
             "loss and means are 0, and say nothing of the policy or of a mismatch"
         )
     _check_mismatch(args, where, metrics.get(_DIFFERENCE, 0.0))
-    if args.true_on_policy_mode:
+    if args.true_on_policy_mode and on_policy:
         _check_same_kernels(where, metrics)
     if not args.ci_test:
         return
@@ -130,7 +132,12 @@ def _check_mismatch(args: Namespace, where: str, difference: float) -> None:
 
 
 def _check_same_kernels(where: str, metrics: dict[str, float]) -> None:
-    mean, largest = (metrics.get(name, 0.0) for name in (_DIFFERENCE, f"{_DIFFERENCE}_max"))
+    names = (_DIFFERENCE, f"{_DIFFERENCE}_max")
+    if missing := [name for name in names if name not in metrics]:
+        raise TrainingError(
+            f"{where}: --true-on-policy-mode: there is no {missing[0]}: nothing was compared with the engine"
+        )
+    mean, largest = (metrics[name] for name in names)
     if mean > _NEARLY_THE_SAME[0] or largest > _NEARLY_THE_SAME[1]:
         raise TrainingError(
             f"{where}: --true-on-policy-mode: the trainer's and the engine's log-probs of the same tokens differ by "

@@ -173,7 +173,8 @@ class RolloutTrainer:
                 continue
             total += trained
             is_first = rollout_id == args.num_critic_only_steps and i == 0
-            check_step(args, where, steps[i], trained, is_first=is_first)
+            on_policy = name == "actor" and (i == 0 or not args.use_rollout_logprobs)
+            check_step(args, where, steps[i], trained, is_first=is_first, on_policy=on_policy)
         return total, True
 
     def _compute_log_probs(self, rollout_id: int, everything: list[MicroBatch], steps: int) -> None:
@@ -276,10 +277,13 @@ class RolloutTrainer:
         return [version for version, is_used in zip(kept, used.tolist(), strict=True) if is_used]
 
     def _loss_needs_old_log_probs(self, steps: int) -> bool:
-        """Whether they take a pass of their own: otherwise the first step's, which is on policy, are the same."""
-        if self.args.loss_type == "custom_loss":
+        """Whether they take a pass of their own: otherwise the first step's, which is on policy, are the same. In that
+        pass routers say what they replay, where engines do not."""
+        args = self.args
+        if args.loss_type == "custom_loss" or args.keep_old_actor:
             return True
-        return (steps > 1 and not self.args.use_rollout_logprobs) or self.args.keep_old_actor
+        records = args.use_routing_replay and not args.use_rollout_routing_replay
+        return steps > 1 and (records or not args.use_rollout_logprobs)
 
     # ---- what becomes of the models' outputs
 

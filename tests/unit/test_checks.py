@@ -29,7 +29,7 @@ DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 
 
 def check_step(args: Namespace, where: str, metrics: dict[str, float], *, is_first: bool) -> None:
-    checks.check_step(args, where, metrics, 5, is_first=is_first)
+    checks.check_step(args, where, metrics, 5, is_first=is_first, on_policy=True)
 
 
 def options(**changes: Any) -> Namespace:
@@ -221,7 +221,7 @@ def test_a_mismatch_warns_and_stops_where_asked(difference: float, caplog: pytes
 
 def test_a_step_without_trained_tokens_says_so(caplog: pytest.LogCaptureFixture) -> None:
     zeros = dict.fromkeys(GOOD, 0.0)
-    checks.check_step(options(), "rollout 7, step 1 of 1, actor", zeros, 0, is_first=True)
+    checks.check_step(options(), "rollout 7, step 1 of 1, actor", zeros, 0, is_first=True, on_policy=True)
     assert [record.getMessage() for record in caplog.records] == [
         "rollout 7, step 1 of 1, actor: no response has a trained token (every loss_mask is 0, or remove_sample is "
         "set): the step's loss and means are 0, and say nothing of the policy or of a mismatch"

@@ -98,7 +98,12 @@ ALLOWED: dict[str, Any] = {
     **dict.fromkeys(("num_experts", "lora_rank", "custom_model_provider_path", "over_sampling_batch_size")),
     **dict.fromkeys(("multi_latent_attention", "enable_mtp_training", "asynchronous", "partial_rollout"), False),
     **dict.fromkeys(("tensor_model_parallel_size", "context_parallel_size", "rollout_num_gpus_per_engine"), 1),
-    **{"transformer_impl": "local", "keep_old_actor": False, "rollout_external_engine_addrs": None},
+    **{
+        "transformer_impl": "local",
+        "loss_type": "policy_loss",
+        "keep_old_actor": False,
+        "rollout_external_engine_addrs": None,
+    },
 }
 
 
@@ -115,6 +120,7 @@ ALLOWED: dict[str, Any] = {
         ({"num_experts": 8}, "qwen3", "--num-experts"),
         ({"asynchronous": True}, "qwen3", "train_async.py"),
         ({"partial_rollout": True}, "qwen3", "--partial-rollout"),
+        ({"loss_type": "sft_loss"}, "qwen3", "has no effect with --loss-type sft_loss"),
         ({"rollout_external_engine_addrs": ["a"]}, "qwen3", "--rollout-external-engine-addrs"),
     ],
 )
@@ -137,10 +143,20 @@ def test_a_difference_ends_the_run(mean: float, largest: float, passes: bool) ->
     args = algorithm_options(true_on_policy_mode=True, ci_test=False)
     metrics = {DIFFERENCE: mean, f"{DIFFERENCE}_max": largest}
     if passes:
-        check_step(args, "rollout 0", metrics, 1.0, is_first=False)
+        check_step(args, "rollout 0", metrics, 1.0, is_first=False, on_policy=True)
         return
     with pytest.raises(TrainingError, match=r"rollout 0: --true-on-policy-mode: .* tools/compare_log_probs\.py"):
-        check_step(args, "rollout 0", metrics, 1.0, is_first=False)
+        check_step(args, "rollout 0", metrics, 1.0, is_first=False, on_policy=True)
+    check_step(args, "rollout 0", metrics, 1.0, is_first=False, on_policy=False)
+
+
+@pytest.mark.parametrize("missing", [DIFFERENCE, f"{DIFFERENCE}_max"])
+def test_a_step_that_compared_nothing_ends_the_run(missing: str) -> None:
+    args = algorithm_options(true_on_policy_mode=True, ci_test=False)
+    metrics = {name: 0.0 for name in (DIFFERENCE, f"{DIFFERENCE}_max") if name != missing}
+    with pytest.raises(TrainingError, match=f"rollout 0: --true-on-policy-mode: there is no {missing}: "):
+        check_step(args, "rollout 0", metrics, 1.0, is_first=False, on_policy=True)
+    check_step(args, "rollout 0, critic", {}, 1.0, is_first=False, on_policy=False)
 
 
 def _of_16_bits(*shape: int) -> Tensor:

@@ -361,6 +361,9 @@ def test_samples_that_are_not_trained_need_no_log_probs() -> None:
     assert nothing is not None
     assert not nothing.values.any()
     lacking.rollout_log_probs = None
+    for name in ("use_rollout_logprobs", "true_on_policy_mode"):
+        with pytest.raises(ValueError, match=f"no rollout_log_probs, which --{name.replace('_', '-')} needs"):
+            to_columns(make_args(**{name: True}), [*make_removed(), lacking])
     with pytest.raises(ValueError, match=r"\(position 2, .*: no rollout_log_probs, which --use-tis needs"):
         to_columns(make_args(use_tis=True), samples)
 

@@ -44,6 +44,12 @@ RULES = (
         " do not go together: other weights than those that are trained made some of the tokens",
     ),
     Rule(
+        "true_on_policy_mode",
+        "has no effect with",
+        "loss_type=sft_loss",
+        ", where no engine's log-probs are compared: drop it",
+    ),
+    Rule(
         "true_on_policy_mode", "and", "rollout_external_engine_addrs", " do not go together: slime starts its engines"
     ),
 )

@@ -30,7 +30,7 @@ from slime.utils.user_functions import call_user_function, is_first
 
 logger = logging.getLogger(__name__)
 
-_NEEDS_ENGINE = ("use_tis", "use_rs", "use_rollout_logprobs")
+_NEEDS_ENGINE = ("use_tis", "use_rs", "use_rollout_logprobs", "true_on_policy_mode")
 """Options without a meaning for samples that have no log-probs of an engine."""
 ZERO_STD = "rollout/zero_std"
 """What the metrics of groups of equal rewards begin with."""
