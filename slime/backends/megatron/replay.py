@@ -25,6 +25,11 @@ from torch import Tensor
 from slime.data.columns import ROUTES
 from slime.data.routes import RouteShape
 from slime.training.micro_batch import MicroBatch
+from slime.training.parallel import gathered
+from slime.utils.errors import BadInputError
+
+_NONE = -1
+"""In place of a layer's number among those with experts: by the model's config it has none."""
 
 
 class Routing(enum.Enum):
@@ -85,7 +90,8 @@ class RoutingReplay:
 
     def __init__(self, args: Namespace, model_chunks: Sequence[Any]) -> None:
         """Gives the routers of the decoder's layers their `RouterReplay`; heads of MTP have rows of nobody's and choose
-        as they come."""
+        as they come. BadInputError where all stages together have other layers of experts than the model's config says:
+        a layer that is not seen would not be replayed."""
         self._routers: list[list[RouterReplay]] = [[] for _ in model_chunks]
         self._from_engine = args.use_rollout_routing_replay
         self._again = args.use_routing_replay and recomputes_experts(model_chunks[0].config)
@@ -95,11 +101,11 @@ class RoutingReplay:
             return
         shape = RouteShape.of(args)
         for routers, chunk in zip(self._routers, model_chunks, strict=True):
-            for layer in chunk.decoder.layers:
-                if isinstance(layer.mlp, MoELayer):
-                    replay = RouterReplay(shape.moe_layers.index(layer.layer_number - 1), shape)
-                    layer.mlp.router.router_replay = replay
-                    routers.append(replay)
+            for number, router in _routers_of(chunk):
+                layer = shape.moe_layers.index(number) if number in shape.moe_layers else _NONE
+                router.router_replay = RouterReplay(layer, shape)
+                routers.append(router.router_replay)
+        _check_layers([router.layer for router in chain.from_iterable(self._routers)], len(shape.moe_layers))
 
     @property
     def of_log_probs(self) -> Routing:
@@ -156,6 +162,26 @@ class RoutingReplay:
                 routes = routes.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
             for router in routers:
                 router.given = routes[:, router.layer]
+
+
+def _routers_of(chunk: Any) -> Iterator[tuple[int, Any]]:
+    """The routers of a model chunk's decoder, each after the number of its layer, from 0; a user's own model may be
+    built otherwise, and then has none."""
+    for layer in getattr(getattr(chunk, "decoder", None), "layers", ()):
+        if isinstance(getattr(layer, "mlp", None), MoELayer):
+            yield layer.layer_number - 1, layer.mlp.router
+
+
+def _check_layers(own: list[int], expected: int) -> None:
+    """Hold the layers of experts that this rank's stage and all others have found against their number."""
+    stages = gathered(own, parallel_state.get_pipeline_model_parallel_group(check_initialized=False))
+    found = sorted(chain.from_iterable(stages))
+    if found != list(range(expected)):
+        raise BadInputError(
+            f"--use-routing-replay: {len(set(found) - {_NONE})} of the {expected} layers with experts of the model "
+            "have a router that can be told its experts (megatron.core's MoELayer, as the mlp of a decoder layer)"
+            + (": --custom-model-provider-path must make them so" if len(found) < expected else ", and others do")
+        )
 
 
 def recomputes_experts(config: TransformerConfig) -> bool:
