@@ -67,7 +67,7 @@ class Column:
     """sample: each one carries its own, in `Sample.columns` or the attribute; rollout: it follows from all samples of a
     rollout (`slime.rollout.batches.train_data`); trainer: it comes of a pass through a model."""
     attribute: str | None = None
-    """Of a sample's own: the attribute of `Sample` that holds it, where that is not `Sample.columns`."""
+    """Of a sample's own: the attribute of `Sample` that holds it, where `Sample.columns` does not."""
     wanted: Callable[[Namespace], bool] = lambda args: True
     """Whether a run with these options has it."""
     needed: bool = True
@@ -144,6 +144,7 @@ COLUMNS: tuple[Column, ...] = (
         TEACHER_LOG_PROBS,
         np.float32,
         "response",
+        attribute=TEACHER_LOG_PROBS,
         wanted=lambda args: args.opd_type == "sglang" and not args.opd_top_k,
     ),
     Column("opd_reverse_kl", np.float32, "response", made_by="trainer"),
@@ -173,6 +174,11 @@ def with_declared(declared: Iterable[Column], by_options: Iterable[Column] = ())
             raise ColumnError(f"column {column.name}: another one is the model's {column.model_input} already")
         keywords |= {column.model_input} - {None}
     return columns
+
+
+def teacher_columns(args: Namespace) -> tuple[Column, ...]:
+    """What a served teacher says of the sampled tokens, or of those that it finds likeliest."""
+    return top_columns(args) or tuple(column for column in COLUMNS if column.name == TEACHER_LOG_PROBS)
 
 
 def top_columns(args: Namespace) -> tuple[Column, ...]:
@@ -213,13 +219,16 @@ def _contradiction(column: Column) -> str | None:
     return None
 
 
+def held(column: Column, sample: Any) -> Any:
+    """What a sample (of class `Sample`) carries of a column, unchecked; None where it carries nothing."""
+    own = sample.columns.get(column.name)
+    return getattr(sample, column.attribute) if own is None and column.attribute is not None else own
+
+
 def from_samples(column: Column, samples: Sequence[Any], called: Callable[[int], str]) -> Values | None:
     """What the samples (of class `Sample`) carry of a column; None where none does and none must. ColumnError where one
     has none though others do, or values of another shape or kind than declared; it is ``called`` so, by position."""
-    if column.attribute is None:
-        given = [sample.columns.get(column.name) for sample in samples]
-    else:
-        given = [getattr(sample, column.attribute) for sample in samples]
+    given = [held(column, sample) for sample in samples]
     missing = [position for position, value in enumerate(given) if value is None]
     if len(missing) == len(samples) and not column.needed:
         return None

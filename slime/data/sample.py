@@ -124,7 +124,8 @@ class Sample:
     rollout_log_probs: list[float] | None = None
     rollout_routed_experts: Any | None = None
     """An array as `slime.data.routes` has them, where the run replays its engines' routes."""
-    teacher_log_probs: list[float] | None = None
+    teacher_log_probs: Any | None = None
+    """A number for each response token, of a server's in on-policy distillation."""
     columns: dict[str, Any] = field(default_factory=dict)
     """By name, values of the columns that a module of the user's declares (`slime.data.columns`)."""
 

@@ -40,7 +40,7 @@ from slime.options.flags.unavailable import add_upstream_attributes, explain_fla
 from slime.options.flags.values import read_yaml
 from slime.options.hooks import HookOptions
 from slime.options.learning.algorithm import AlgorithmOptions, CorrectionOptions, CriticOptions
-from slime.options.learning.distillation import DistillationOptions, check_teachers_tokenizer
+from slime.options.learning.distillation import DistillationOptions, check_teachers
 from slime.options.learning.routing import RoutingOptions, check_routing
 from slime.options.learning.same_kernels import SameKernelsOptions, check_same_kernels
 from slime.options.lora import LoraOptions, settle_lora_sync
@@ -293,7 +293,7 @@ def _resolve(args: argparse.Namespace, values: Mapping[str, Any], asynchronous: 
     args.hf_checkpoint = found or args.hf_checkpoint
     reasons.of(find_reward_model, args)
     reasons.of(find_models, args)
-    reasons.of(check_teachers_tokenizer, args)
+    reasons.of(check_teachers, args)
     reasons.of(take_shape, args, given, warnings)
     reasons.of(check_routing, args)
     reasons.of(check_same_kernels, args)

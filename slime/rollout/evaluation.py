@@ -18,6 +18,7 @@ from slime.data import Group, Sample, Status
 from slime.data.rows.dataset import PromptDataset, PromptSpec, load_prompts
 from slime.options.checks.reward_rules import unmet_rewards
 from slime.options.eval_datasets import CONFIG, PAIRS, EvalDataset
+from slime.options.learning.distillation import REWARD_PATH, TASK_REWARD_PATH
 from slime.options.rollout import generates_itself
 from slime.rollout.base_types import RolloutFnEvalOutput, flatten_samples
 from slime.rollout.batches.metrics import by_response, length_stats, pass_rates, repetition, reward_or_none
@@ -90,6 +91,7 @@ def eval_groups(args: Namespace, dataset: EvalDataset) -> list[Group]:
 def eval_args(args: Namespace, dataset: EvalDataset) -> Namespace:
     """The options for generating and judging the samples of a dataset: they see its settings as the run's own."""
     changes: dict[str, Any] = {
+        "use_rollout_routing_replay": False,  # nobody is trained on them
         "rollout_skip_special_tokens": dataset.skip_special_tokens,
         "rollout_stop_token_ids": dataset.stop_token_ids,
         "apply_chat_template": dataset.apply_chat_template,
@@ -100,6 +102,8 @@ def eval_args(args: Namespace, dataset: EvalDataset) -> Namespace:
     if dataset.rm_type is not None:
         # `--custom-rm-path` is training's, and would come before the samples' metadata["rm_type"].
         changes |= {"custom_rm_path": None, "rm_type": dataset.rm_type}
+    elif args.custom_rm_path == REWARD_PATH:
+        changes["custom_rm_path"] = TASK_REWARD_PATH
     return Namespace(**vars(args) | changes)
 
 

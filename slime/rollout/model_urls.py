@@ -6,8 +6,8 @@ from argparse import Namespace
 
 from slime.utils.http_utils import http_url
 
-ACTOR, REWARD, TEACHER = "actor", "reward", "teacher"
-"""The trained model, the one of ``--rm-model-path``, and the one of ``--sglang-config`` that a student learns from."""
+ACTOR, REWARD = "actor", "reward"
+"""The trained model, and the one of ``--rm-model-path``."""
 
 
 def get_model_url(args: Namespace, model_name: str = ACTOR, endpoint: str = "/generate") -> str:

@@ -12,9 +12,10 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from slime.data import Sample
-from slime.data.columns import TEACHER_LOG_PROBS, TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS
+from slime.data.columns import TEACHER_LOG_PROBS, TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS, held, teacher_columns
+from slime.options.learning.distillation import REMOTE_NAMES, REWARD_PATH, TEACHER
 from slime.rollout.batches.train_data import rollout_ids, usual_rewards
-from slime.rollout.model_urls import REWARD, TEACHER, get_model_url
+from slime.rollout.model_urls import REWARD, get_model_url
 from slime.rollout.rm_hub import Reward, built_in_reward
 from slime.utils.errors import BadInputError
 from slime.utils.http_utils import RequestError, post
@@ -26,24 +27,43 @@ _TRIES = 5
 
 async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
     """Have the teacher of ``--opd-type sglang`` score the sample, and give the reward of ``metadata["rm_type"]``, else
-    of ``--rm-type``, else 0: distillation alone.
+    of ``--rm-type``, else 0: distillation alone. One that has a reward keeps it.
 
-    The teacher is the model that ``metadata["opd_teacher"]`` names, else the server at ``--rm-url``, else the run's
-    own model ``teacher``, else that of ``--rm-model-path``.
+    The teacher is the model that ``metadata["opd_teacher"]`` names, else the server at ``--rm-url``, where that is not
+    the one of ``rm_type`` remote_rm, else the run's own model ``teacher``, else that of ``--rm-model-path``.
 
     Raises:
         BadInputError: there is no such teacher, or it does not answer with a log-prob for every token.
         RequestError: the request failed for good.
     """
     if args.opd_type == "sglang" and sample.response_length:
-        sample.columns |= await _scores(teacher_url(args, sample), sample, args.opd_top_k)
-    return await built_in_reward(args, sample) if sample.metadata.get("rm_type") or args.rm_type else 0.0
+        scores = await _scores(teacher_url(args, sample), sample, args)
+        sample.columns |= scores
+        sample.teacher_log_probs = scores.get(TEACHER_LOG_PROBS)
+    return await task_reward(args, sample) if sample.reward is None else sample.reward
+
+
+def lacks_teacher(args: Namespace, sample: Sample) -> bool:
+    """Whether `reward_func`, whose part it is, has still to ask a teacher for a sample."""
+    path = sample.custom_rm_path or args.custom_rm_path
+    if path != REWARD_PATH or args.opd_type != "sglang" or not sample.response_length:
+        return False
+    return any(held(column, sample) is None for column in teacher_columns(args))
+
+
+async def task_reward(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
+    """The reward that `reward_func` gives, without a teacher: that of evaluations."""
+    return await built_in_reward(args, sample) if _rm_type(args, sample) else 0.0
+
+
+def _rm_type(args: Namespace, sample: Sample) -> str | None:
+    return sample.metadata.get("rm_type") or args.rm_type
 
 
 def teacher_url(args: Namespace, sample: Sample) -> str:
     """Who scores a sample; BadInputError where nobody of that name is served."""
     name = sample.metadata.get("opd_teacher")
-    if name is None and args.rm_url:
+    if name is None and args.rm_url and _rm_type(args, sample) not in REMOTE_NAMES:
         url = urlsplit(args.rm_url)
         return args.rm_url if url.path.strip("/") else url._replace(path="/generate").geturl()
     if name is None:
@@ -54,10 +74,11 @@ def teacher_url(args: Namespace, sample: Sample) -> str:
         raise BadInputError(f"sample {sample.index}: the teacher of on-policy distillation: {error}") from error
 
 
-async def _scores(url: str, sample: Sample, top_k: int) -> dict[str, np.ndarray]:
-    """The sample's columns: its response's log-probs, float32 [response_length], or with ``top_k`` the ids that are
-    likeliest in each place and their log-probs, [response_length, top_k]; at temperature 1: SGLang divides no logits of
-    a prompt by any."""
+async def _scores(url: str, sample: Sample, args: Namespace) -> dict[str, np.ndarray]:
+    """The sample's columns: its response's log-probs, float32 [response_length], or with ``--opd-top-k`` the ids that
+    are likeliest in each place and their log-probs, [response_length, top_k]; at temperature 1: SGLang divides no
+    logits of a prompt by any."""
+    top_k: int = args.opd_top_k
     payload = {
         "input_ids": sample.tokens,
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 0, "skip_special_tokens": False},
@@ -97,6 +118,11 @@ async def _scores(url: str, sample: Sample, top_k: int) -> dict[str, np.ndarray]
         raise BadInputError(
             f"{redacted_line(url)} did not give the {top_k} likeliest ids of every response token of sample "
             f"{sample.index}, but numbers of shape {list(top_ids.shape)}"
+        )
+    if top_ids.min() < 0 or top_ids.max() >= args.vocab_size:
+        raise BadInputError(
+            f"{redacted_line(url)} finds id {top_ids.max()} likely in sample {sample.index}, and the student has "
+            f"{args.vocab_size} ids: the teacher's vocabulary is larger; take a smaller --opd-top-k, or 0"
         )
     return {TEACHER_TOP_IDS: top_ids, TEACHER_TOP_LOG_PROBS: top_values}
 

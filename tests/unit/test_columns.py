@@ -336,6 +336,20 @@ def test_every_column_of_a_rollout_is_made() -> None:
             assert isinstance(values, Ragged) == (column.span != "row")
 
 
+def test_a_teachers_log_probs_may_be_in_upstreams_attribute() -> None:
+    """Beside `Sample.columns`, which comes first; a sample with neither is refused."""
+    samples = make_samples(groups=1, per_group=3)
+    for sample in samples:
+        sample.teacher_log_probs = np.full(sample.response_length, -2.0)
+    samples[1].columns["teacher_log_probs"] = [-3.0] * samples[1].response_length
+    column = to_columns(make_args(opd_type="sglang"), samples).columns["teacher_log_probs"]
+    assert isinstance(column, Ragged)
+    assert [set(column[row].tolist()) for row in range(3)] == [{-2.0}, {-3.0}, {-2.0}]
+    samples[2].teacher_log_probs = None
+    with pytest.raises(BadInputError, match=r"sample 2 .*: no teacher_log_probs, which every sample must have"):
+        to_columns(make_args(opd_type="sglang"), samples)
+
+
 def test_a_step_is_part_of_what_is_taken() -> None:
     step = OptimizerStep([np.arange(1)], 1, 1, 1)
     assert fresh_rows().take(np.array([2]), [step]).steps == [step]

@@ -115,6 +115,17 @@ def test_rows_may_be_fewer_more_and_in_another_order(hook: Callable[[str], str])
     assert (batch.rollout_mask_sums[~twice] == batch.loss_mask.lengths[~twice]).all()
 
 
+def test_rows_have_what_a_teacher_says_of_their_samples(hook: Callable[[str], str]) -> None:
+    samples, args = make_samples(groups=1, per_group=4), make_args(global_batch_size=4, opd_type="sglang")
+    for sample in samples:
+        sample.teacher_log_probs = [-float(sample.index or 0)] * sample.response_length
+    args.custom_convert_samples_to_train_data_path = hook("d = {k: v[::-1] for k, v in d.items()}")
+    batch = converted(args, samples)
+    column = batch.columns["teacher_log_probs"]
+    assert isinstance(column, Ragged)
+    assert [set(column[row].tolist()) for row in range(4)] == [{-float(i)} for i in batch.sample_indices]
+
+
 def test_its_own_rollouts_and_denominators(hook: Callable[[str], str]) -> None:
     samples, args = make_samples(groups=1, per_group=4), make_args(global_batch_size=3)
     args.custom_convert_samples_to_train_data_path = hook(

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.command_line import Fails, Flags, Parse, refused
 
@@ -43,6 +44,7 @@ def directory(launch_directory: Path) -> Path:
 {OPD} --opd-teacher-load model --lora-rank 4 -> --opd-type megatron and --lora-rank 4 do not go together
 {OPD} --opd-teacher-load model --loss-type sft_loss -> --use-opd has no effect with --loss-type sft_loss
 {SERVED} -> --opd-type sglang needs --rm-model-path, --rm-url or --sglang-config, whom to ask
+{SERVED} {URL} --rm-type remote_rm -> --rm-type remote_rm needs --rm-model-path or --sglang-config, for --rm-url is
 {SERVED} {URL} --opd-teacher-load model -> --opd-teacher-load model has no effect with --opd-type sglang, which asks a
 {SERVED} {URL} --rollout-temperature 0.7 -> at temperature 1 alone, as SGLang scores prompts, and --rollout-temperature
 {OPD} --opd-teacher-load deep -> of --hf-checkpoint {{cwd}}/model: in the trainers a teacher takes turns in
@@ -80,6 +82,43 @@ def test_a_server_is_asked_by_the_reward_unless_a_function_of_ones_own_is(direct
     assert parse(f"{SERVED} --custom-rm-path mine.py").custom_rm_path == f"{directory}/mine.py:reward_func"
     args = parse(f"{SERVED} --rm-model-path model --rm-num-gpus 1")
     assert (args.custom_rm_path, args.rm_type, args.option_warnings) == (path, "math", [])
+
+
+def serving(*models: dict[str, object]) -> str:
+    """Words for a run that serves these beside the actor."""
+    actor = {"name": "actor", "server_groups": [{"num_gpus": 2}]}
+    Path("models.yaml").write_text(yaml.safe_dump({"sglang": [actor, *models]}))
+    return f"{SERVED} --sglang-config models.yaml"
+
+
+def frozen(name: str, *kinds: str) -> dict[str, object]:
+    groups = [{"num_gpus": 1, "worker_type": kind} for kind in kinds or ("regular",)]
+    return {"name": name, "model_path": "other", "server_groups": groups}
+
+
+def test_a_file_must_have_a_teacher_whom_one_can_ask(directory: Path, parse: Parse, fails: Fails) -> None:
+    shutil.copytree(directory / "model", directory / "other")
+    apart = ("prefill", "decode")
+    line = "no model in --sglang-config models.yaml is a teacher"
+    assert line in fails(serving())
+    assert line in fails(f"{serving()} {URL} --rm-type remote_rm")
+    parse(f"{serving()} {URL}")
+    parse(f"{serving(frozen('teacher'))} {URL} --rm-type remote_rm")
+    parse(serving(frozen("math"), frozen("code")))
+    together = "prefill and decode apart and --opd-type sglang do not go together"
+    assert f"models.yaml: teacher: {together}" in fails(serving(frozen("teacher", *apart)))
+    assert f"models.yaml: code: {together}" in fails(serving(frozen("math"), frozen("code", *apart)))
+    parse(serving(frozen("teacher"), frozen("judge", *apart)))
+
+
+def test_tokenizers_of_a_file_are_compared(directory: Path, parse: Parse, fails: Fails) -> None:
+    shutil.copytree(directory / "model", directory / "other")
+    for place, ids in (("model", {"a": 0, "b": 1}), ("other", {"a": 1, "b": 0})):
+        (directory / place / "tokenizer.json").write_text(json.dumps({"model": {"vocab": ids}}))
+    line = f"model_path {directory}/other: its tokenizer is not that of --hf-checkpoint {directory}/model ("
+    assert f"models.yaml: teacher: {line}" in fails(serving(frozen("teacher")))
+    assert f"models.yaml: math: {line}" in fails(serving(frozen("math")))
+    parse(f"{serving(frozen('judge'))} {URL}")  # who is not asked may have any
 
 
 @pytest.mark.parametrize(

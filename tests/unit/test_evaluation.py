@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from slime.data import Sample
+from slime.data.routes import asked_for
 from slime.options.eval_datasets import eval_datasets
+from slime.options.learning.distillation import REWARD_PATH, TASK_REWARD_PATH
 from slime.options.rollout import DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT
 from slime.rollout.base_types import RolloutFnEvalOutput, train_output
-from slime.rollout.evaluation import eval_metrics, evaluation_output, load_eval_prompts, warn_of_unscored
+from slime.rollout.evaluation import eval_args, eval_metrics, evaluation_output, load_eval_prompts, warn_of_unscored
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.errors import BadInputError
 from tests.fake_client import FakeClient, hook_file, reply
@@ -38,6 +40,29 @@ def evaluate(args: Namespace) -> tuple[RolloutFnEvalOutput, dict[str, float]]:
     output = generate_rollout(args, 0, None, evaluation=True)
     assert isinstance(output, RolloutFnEvalOutput)
     return output, eval_metrics(output)
+
+
+@pytest.mark.parametrize(
+    ("given", "lines", "path"),
+    [
+        (REWARD_PATH, "", TASK_REWARD_PATH),
+        (REWARD_PATH, ", rm_type: f1", None),
+        ("mine.reward", "", "mine.reward"),
+        (None, "", None),
+    ],
+)
+def test_evaluations_pay_for_nothing_that_only_training_needs(
+    given: str | None, lines: str, path: str | None, rollout_args: Args, write_jsonl: Any, tmp_path: Path
+) -> None:
+    """No routes are asked for, and no teacher."""
+    config = tmp_path / "eval.yaml"
+    prompts = write_jsonl([{"prompt": "x"}])
+    config.write_text(f"datasets:\n  - {{name: a, path: '{prompts}'{lines}}}\n")
+    args = with_sets(rollout_args(custom_rm_path=given, use_rollout_routing_replay=True), config=str(config))
+    seen = eval_args(args, args.eval_datasets[0])
+    assert (seen.use_rollout_routing_replay, seen.custom_rm_path) == (False, path)
+    assert asked_for(seen, None, 9) == {}
+    assert args.use_rollout_routing_replay
 
 
 def test_evaluation_of_two_sets(rollout_args: Args, use: Callable[..., FakeClient], write_jsonl: Any) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import socket
 import time
 from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,10 @@ import pytest
 from slime.data import Sample
 from slime.options.learning.distillation import REWARD_PATH
 from slime.rollout import on_policy_distillation as opd
+from slime.rollout.groups.group import generate_and_rm
 from slime.rollout.rm_hub import async_rm
 from slime.utils.errors import BadInputError, SlimeError
+from tests.fake_client import hook_file
 
 NUM_GPUS = 0
 SERVED = {"actor": ("10.0.0.1", 1), "reward": ("10.0.0.2", 2)}
@@ -25,6 +29,8 @@ def arguments(**options: Any) -> Namespace:
     usual = {
         "opd_type": "sglang",
         "opd_top_k": 0,
+        "custom_rm_path": REWARD_PATH,
+        "vocab_size": 10,
         "rm_url": None,
         "rm_type": None,
         "sglang_model_routers": SERVED,
@@ -46,6 +52,9 @@ def sample(**fields: Any) -> Sample:
         ({"rm_url": "http://t:9"}, {}, "http://t:9/generate"),
         ({"rm_url": "http://t:9/v2/generate"}, {}, "http://t:9/v2/generate"),
         ({"rm_url": "http://t:9"}, {"opd_teacher": "reward"}, "http://10.0.0.2:2/generate"),
+        ({"rm_url": "http://judge:9", "rm_type": "remote_rm"}, {}, "http://10.0.0.2:2/generate"),
+        ({"rm_url": "http://judge:9", "rm_type": "math"}, {"rm_type": "boxed_remote_rm"}, "http://10.0.0.2:2/generate"),
+        ({"rm_url": "http://t:9", "rm_type": "remote_rm"}, {"rm_type": "math"}, "http://t:9/generate"),
     ],
 )
 def test_who_is_asked(options: dict[str, Any], metadata: dict[str, Any], expected: str) -> None:
@@ -95,6 +104,8 @@ def test_the_teachers_log_probs_and_the_reward_of_the_task(
     assert asyncio.run(opd.reward_func(arguments(**options), scored)) == reward
     column = scored.columns["teacher_log_probs"]
     assert (column.dtype, column.tolist()) == (np.float32, [-7.0, -8.0])
+    assert scored.teacher_log_probs is column
+    scored.check()
     (asked,) = teacher.asked
     assert asked["sampling_params"]["max_new_tokens"] == 0
     assert (asked["input_ids"], asked["return_logprob"], asked["logprob_start_len"]) == ([5, 6, 7, 8], True, 1)
@@ -116,6 +127,69 @@ def test_the_likeliest_ids_of_every_place(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(opd, "post", Teacher(input_top_logprobs=top))
     with pytest.raises(BadInputError, match=r"did not give the 3 likeliest ids .* sample 3, but .* shape \[2, 2\]"):
         asyncio.run(opd.reward_func(arguments(opd_top_k=3), sample()))
+
+
+def test_ids_that_the_student_does_not_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a vocabulary that is padded further: no logit of the student's belongs to them."""
+    top = [None, [[-0.1, 4, None]], [[-0.5, 9, None]]]
+    monkeypatch.setattr(opd, "post", Teacher(input_top_logprobs=top))
+    asyncio.run(opd.reward_func(arguments(opd_top_k=1), sample()))
+    with pytest.raises(
+        BadInputError, match="finds id 9 likely in sample 3, and the student has 9 ids: the teacher's v"
+    ):
+        asyncio.run(opd.reward_func(arguments(opd_top_k=1, vocab_size=9), sample()))
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "lacks"),
+    [
+        ({}, {}, True),
+        ({}, {"columns": {"teacher_log_probs": [-1.0, -2.0]}}, False),
+        ({}, {"teacher_log_probs": [-1.0, -2.0]}, False),
+        ({"opd_top_k": 2}, {"teacher_log_probs": [-1.0, -2.0]}, True),
+        ({"opd_type": "megatron"}, {}, False),
+        ({"custom_rm_path": "mine.reward"}, {}, False),
+        ({}, {"custom_rm_path": "mine.reward"}, False),
+        ({}, {"tokens": [5, 6], "response_length": 0}, False),
+    ],
+)
+def test_which_samples_are_still_to_be_scored(options: dict[str, Any], fields: dict[str, Any], lacks: bool) -> None:
+    assert opd.lacks_teacher(arguments(**options), sample(**fields)) is lacks
+
+
+def test_a_sample_that_has_its_reward_is_scored_and_keeps_it(teacher: Teacher) -> None:
+    """As of an agent, or of a generate function that sets it."""
+    scored = sample(reward=0.25)
+    assert asyncio.run(opd.reward_func(arguments(rm_type="math"), scored)) == 0.25
+    assert scored.columns["teacher_log_probs"].tolist() == [-7.0, -8.0]
+
+
+@pytest.mark.parametrize(("evaluation", "of_group"), [(False, False), (False, True), (True, False)])
+def test_a_generate_function_that_rewards_leaves_the_teacher_to_be_asked(
+    evaluation: bool, of_group: bool, make_args: Callable[..., Namespace], teacher: Teacher, tmp_path: Path
+) -> None:
+    code = (
+        "def own(args, sample, sampling_params):\n"
+        "    sample.tokens, sample.response_length, sample.response = [5, 6, 7, 8], 2, 'xy'\n"
+        "    sample.reward = 0.25\n"
+        "    return sample\n"
+    )
+    hook = f"{hook_file(tmp_path, code)}:own"
+    args = make_args(
+        custom_rm_path=REWARD_PATH, custom_generate_function_path=hook, opd_type="sglang", group_rm=of_group
+    )
+    args.sglang_model_routers = SERVED
+    group = [Sample(prompt="x", index=i, group_index=0, rollout_id=i) for i in range(2)]
+    made = asyncio.run(generate_and_rm(args, group, {}, evaluation=evaluation))
+    assert [each.reward for each in made] == [0.25, 0.25]
+    assert [("teacher_log_probs" in each.columns) for each in made] == [not evaluation] * 2
+
+
+@pytest.mark.parametrize(("options", "reward"), [({}, 0.0), ({"rm_type": "math"}, 1.0)])
+def test_evaluations_have_the_reward_alone(options: dict[str, Any], reward: float, teacher: Teacher) -> None:
+    seen = sample(response=r"\boxed{4}", label="4")
+    assert asyncio.run(opd.task_reward(arguments(**options), seen)) == reward
+    assert not teacher.asked
 
 
 def test_sglang_calls_the_last_id_of_the_vocabulary_0(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,12 +14,19 @@ from slime.files.checkpoints import chosen_checkpoint
 from slime.options.errors import OptionError, naming
 from slime.options.flags.schema import option
 from slime.options.rules import Rule
+from slime.options.serving.sglang_config import CONFIG, ServedModel, generating
 
 TEACHER_FLAG = "--opd-teacher-load"
 MOST_SERVED = 64
 """Of ``--opd-top-k`` with a server: its answer then is some 3 kB a token."""
 REWARD_PATH = "slime.rollout.on_policy_distillation.reward_func"
 """The ``--custom-rm-path`` that asks a server, and needs no ``--rm-type``."""
+TASK_REWARD_PATH = "slime.rollout.on_policy_distillation.task_reward"
+"""The same without the server, of evaluations."""
+TEACHER = "teacher"
+"""A model of ``--sglang-config`` of this name is asked where nobody says another."""
+REMOTE_NAMES = ("remote_rm", "boxed_remote_rm")
+"""Of ``--rm-type``, the ones that take ``--rm-url`` for themselves."""
 
 
 @dataclass
@@ -68,6 +76,13 @@ RULES = (
         when="placement!=train_only custom_rm_path=" + REWARD_PATH,
     ),
     Rule(
+        f"rm_type={'|'.join(REMOTE_NAMES)}",
+        "needs",
+        "rm_model_path sglang_config",
+        ", for --rm-url is the judge's then, and not the teacher's",
+        when="opd_type=sglang placement!=train_only custom_rm_path=" + REWARD_PATH,
+    ),
+    Rule(
         "opd_type=sglang",
         "has log-probs at temperature 1 alone, as SGLang scores prompts, and",
         "rollout_temperature!=1.0",
@@ -115,23 +130,63 @@ def derive_distillation(args: Namespace) -> None:
     args.opd_teacher_load = directory
 
 
-def check_teachers_tokenizer(args: Namespace) -> None:
-    """OptionError for a teacher in whose tokens the student's ids are others; of one whose files are not here nothing
-    is known. `find_reward_model` comes before."""
-    if not args.use_opd or args.placement == "rollout_only":
+def check_teachers(args: Namespace) -> None:
+    """OptionError for a served teacher that is none or has prefill and decode engines, and for a teacher in whose
+    tokens the student's ids are others; of one whose files are not here nothing is known. `find_reward_model` and
+    `find_models` come before."""
+    if not args.use_opd:
         return
-    served = args.rm_model_path if args.rm_num_gpus else None
-    flag, directory = (
-        ("--rm-model-path", served) if args.opd_type == "sglang" else (TEACHER_FLAG, args.opd_teacher_load)
-    )
-    if directory is None:
+    if args.opd_type == "sglang" and args.placement != "train_only":
+        _check_served(args)
+    if args.placement == "rollout_only":
         return
-    student, teacher = (_token_ids(Path(place)) for place in (args.hf_checkpoint, directory))
-    if student and teacher and (differing := sorted(student.items() ^ teacher.items())):
+    student = _token_ids(Path(args.hf_checkpoint))
+    for flag, directory in _directories(args):
+        teacher = _token_ids(Path(directory))
+        if student and teacher and (differing := sorted(student.items() ^ teacher.items())):
+            raise OptionError(
+                f"{flag} {directory}: its tokenizer is not that of --hf-checkpoint {args.hf_checkpoint} "
+                f"({differing[0][0]!r} and {len(differing) - 1} more): a teacher scores the student's token ids"
+            )
+
+
+def _check_served(args: Namespace) -> None:
+    teachers = _of_config(args)
+    is_alone = args.sglang_config and not teachers and not _has_another(args)
+    if is_alone and args.custom_rm_path == REWARD_PATH:
         raise OptionError(
-            f"{flag} {directory}: its tokenizer is not that of --hf-checkpoint {args.hf_checkpoint} "
-            f"({differing[0][0]!r} and {len(differing) - 1} more): a teacher scores the student's token ids"
+            f"--opd-type sglang: no model in {CONFIG} {args.sglang_config} is a teacher: add one that does not get the "
+            f"trained weights, named {TEACHER!r} or as metadata['opd_teacher'] of rows says, or give --rm-model-path "
+            "or --rm-url"
         )
+    if apart := [model.where for model in teachers if model.prefills_apart]:
+        raise OptionError(
+            f"{apart[0]}: prefill and decode apart and --opd-type sglang do not go together: a teacher only computes "
+            "prompts, of which a router of both tells nothing; let regular engines serve it"
+        )
+
+
+def _has_another(args: Namespace) -> bool:
+    """Whether a teacher is served that is not in ``--sglang-config``."""
+    return bool(args.rm_num_gpus or (args.rm_url and args.rm_type not in REMOTE_NAMES))
+
+
+def _of_config(args: Namespace) -> list[ServedModel]:
+    """The teachers in ``--sglang-config``: the one of that name, or where there is no other teacher either all whom
+    rows may name; beside one these may have other tasks."""
+    others = [model for model in args.sglang_models if model is not generating(args.sglang_models)]
+    named = [model for model in others if model.name == TEACHER]
+    return named or ([] if _has_another(args) else others)
+
+
+def _directories(args: Namespace) -> Iterator[tuple[str, str]]:
+    if args.opd_type == "megatron":
+        yield TEACHER_FLAG, args.opd_teacher_load
+        return
+    teachers = _of_config(args)
+    if args.rm_num_gpus and not teachers:
+        yield "--rm-model-path", args.rm_model_path
+    yield from ((f"{model.where}: model_path", model.model_path) for model in teachers if model.model_path)
 
 
 def _token_ids(directory: Path) -> dict[str, int]:

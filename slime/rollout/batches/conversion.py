@@ -52,6 +52,7 @@ def convert(args: Namespace, samples: list[Sample]) -> Converted:
         routes = own.pop(ROUTES, None)
         same = sample.tokens == samples[origin].tokens
         sample.rollout_routed_experts = samples[origin].rollout_routed_experts if routes is None and same else routes
+        sample.teacher_log_probs = samples[origin].teacher_log_probs if same else None
         sample.columns = samples[origin].columns | own
         rows.append(sample)
     sums = columns.get("rollout_mask_sums")

@@ -20,6 +20,7 @@ from slime.rollout.engine.generation import generate
 from slime.rollout.engine.loop import run_all
 from slime.rollout.engine.state import RolloutState, state_of_call
 from slime.rollout.engine.versions import newest_version, note_version
+from slime.rollout.on_policy_distillation import lacks_teacher
 from slime.rollout.rm_hub import async_rm, batched_async_rm, judge_of
 from slime.rollout.sampling import request_seed
 from slime.rollout.user.hooks import Limit, accepted, call_hook
@@ -124,7 +125,7 @@ class GroupRun:
         if not self.args.group_rm:
             parts = flatten_samples(self.results[position])
             with self._state.doing(parts[0], "rewarding"):
-                jobs = [self._reward(part) for part in parts if _wants_reward(part)]
+                jobs = [self._reward(part) for part in parts if self._wants_reward(part)]
                 # Most samples are one part, which needs no task of its own.
                 await (jobs[0] if len(jobs) == 1 else run_all(jobs))
         self._state.num_samples_done += 1
@@ -219,6 +220,12 @@ class GroupRun:
         seconds = self.args.generate_timeout
         return None if seconds is None else Limit(seconds, "--generate-timeout", what)
 
+    def _wants_reward(self, sample: Sample) -> bool:
+        """Whether it is judged: a sample that has its reward already is where the same function asks a teacher."""
+        if sample.status in (Status.ABORTED, Status.FAILED):
+            return False
+        return sample.reward is None or (not self._evaluation and lacks_teacher(self.args, sample))
+
     async def _reward(self, sample: Sample) -> None:
         async def attempt(number: int) -> Sample:
             judge = judge_of(self.args, sample)
@@ -230,14 +237,14 @@ class GroupRun:
     async def _reward_group(self) -> None:
         samples = flatten_samples(self.results)
         is_cut = any(sample.status in (Status.ABORTED, Status.FAILED) for sample in samples)
-        if is_cut or not any(map(_wants_reward, samples)):
+        if is_cut or not any(map(self._wants_reward, samples)):
             return
 
         async def attempt(number: int) -> list[Sample]:
             judge = judge_of(self.args, samples[0])
             with naming("the reward", passes=SlimeError), numbers_kept(samples, judge):
                 rewards = await batched_async_rm(self.args, samples)
-            pairs = [(s, reward) for s, reward in zip(samples, rewards, strict=True) if _wants_reward(s)]
+            pairs = [(s, reward) for s, reward in zip(samples, rewards, strict=True) if self._wants_reward(s)]
             return [self._with_reward(sample, reward, judge_of(self.args, sample)) for sample, reward in pairs]
 
         with self._state.doing(samples[0], "rewarding its group"):
@@ -325,10 +332,6 @@ def _pickled(sample: Sample) -> bytes:
             f"sample {sample.index} cannot be copied for another try: {type(error).__name__}: {error}; what a data "
             "source puts into its metadata must be picklable"
         ) from error
-
-
-def _wants_reward(sample: Sample) -> bool:
-    return sample.reward is None and sample.status not in (Status.ABORTED, Status.FAILED)
 
 
 def _is_of_sample(error: Exception, what: str) -> bool:
