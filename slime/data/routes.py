@@ -58,6 +58,11 @@ class RouteShape:
         return np.dtype(np.uint8 if self.experts <= np.iinfo(np.uint8).max else np.int16)
 
     @property
+    def kept_by_engine(self) -> int:
+        """Bytes that SGLang keeps of a token in each rank of an engine."""
+        return self.layers * self.topk * _ENGINES.itemsize
+
+    @property
     def absent(self) -> int:
         """A number that no expert has: the token has no route in this layer, and is routed as it comes."""
         return self.experts

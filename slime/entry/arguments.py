@@ -20,7 +20,7 @@ from slime.options.checks.checkpoint_rules import check_saved_adapters
 from slime.options.checks.determinism import check_determinism
 from slime.options.checks.hook_paths import check_evaluation_hook, load_evaluation_hooks, load_hooks
 from slime.options.checks.layout import check_layout
-from slime.options.checks.model_shape import take_shape
+from slime.options.checks.model_shape import check_parameter_lists, take_shape
 from slime.options.checks.quantization import check_quantization
 from slime.options.checks.reward_rules import reward_of_dataset
 from slime.options.checks.unheeded import unheeded
@@ -305,6 +305,7 @@ def _resolve(args: argparse.Namespace, values: Mapping[str, Any], asynchronous: 
         reasons.of(check_training, args)
         reasons.of(check_layout, args)
         reasons.of(check_attention, args)
+        reasons.of(check_parameter_lists, args)
         warnings += reasons.of(unheeded, args, values) or []
         reasons.of(_check_lora, args, resumed)
     reasons.of(settle_lora_sync, args, warnings)

@@ -175,6 +175,9 @@ def test_functions_in_a_bare_file(name: str, function: str, directory: Path) -> 
     -> --only-train-params-name-list attention and --freeze-params-name-list mlp exclude each other
 --freeze-params-name-list mlp --lora-rank 4
     -> --freeze-params-name-list mlp and --lora-rank 4 do not go together: beside adapters, nothing is trained
+--only-train-params-name-list mlp foo
+    -> --only-train-params-name-list foo: no parameter has that in its name, as embedding.word_embeddings.weight has
+--freeze-params-name-list layers.4. -> --freeze-params-name-list layers.4.: no parameter has that in its name
 --only-train-params-name-list mlp layers.[0 -> --only-train-params-name-list layers.[0: it is no regular expression:
 --use-kl-loss -> --use-kl-loss needs --ref-load
 --loss-constant-length 5 --calculate-per-token-loss

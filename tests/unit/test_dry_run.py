@@ -60,6 +60,21 @@ def test_prints_configuration_placement_and_data(
     assert not (model.parent / "run").exists()
 
 
+def test_prints_what_routes_take_of_an_engines_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """4 bytes for each of 2 experts in each of 3 layers, in both ranks."""
+    sizes = ["--num-layers", "3", "--hidden-size", "32", "--experts-per-token", "2"]
+    assert make_tiny_model.main([str(tmp_path / "model"), "--arch", "qwen3_moe", *sizes]) == 0
+    slots = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2"]
+    for words, lines in (([], 0), (["--use-rollout-routing-replay"], 1)):
+        assert _dry_run(tmp_path / "model", json.dumps(GOOD) + "\n", monkeypatch, *slots, *words) == 0
+        told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("routes: ")]
+        assert len(told) == lines
+    assert told[0].startswith("routes: 24 bytes of pinned host memory for each token of an engine's cache, in each of")
+    assert told[0].endswith(": 0.048 GB an engine for a million tokens with 2 (--rollout-num-gpus-per-engine)")
+
+
 def test_prints_what_is_not_the_default_unless_all_is_wanted(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

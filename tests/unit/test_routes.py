@@ -192,6 +192,19 @@ def test_routes_become_a_column() -> None:
     assert "routed_experts" in taken.columns
 
 
+@pytest.mark.parametrize(("lacking", "passes"), [(0, True), (2, True), (3, False)])
+def test_a_run_of_ci_ends_where_few_tokens_have_routes(lacking: int, passes: bool) -> None:
+    """Of 24 tokens, 9 in 10."""
+    args, samples = _batch([routes(2)] * lacking + [routes(3)] * (8 - lacking), ci_test=True)
+    if passes:
+        assert to_train_batches(args, samples, dp_size=1)[1]["rollout/routed_ratio"] >= 0.9
+        return
+    with pytest.raises(BadInputError, match=r"--ci-test: rollout/routed_ratio is 0\.875, not at least 0\.9"):
+        to_train_batches(args, samples, dp_size=1)
+    args.ci_test = False
+    to_train_batches(args, samples, dp_size=1)
+
+
 @pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
 def test_a_users_function_may_set_them_by_itself(kind: Any) -> None:
     """As upstream's do, of the bytes that an engine tells."""

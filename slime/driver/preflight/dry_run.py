@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+from slime.data.routes import RouteShape
 from slime.data.rows.dataset import data_warnings, dataset_of
 from slime.data.source.users_class import make_data_source, num_prompts, num_rollout
 from slime.driver.preflight.patch_report import lines as patches_of
@@ -33,9 +34,19 @@ def dry_run(args: argparse.Namespace) -> None:
     print(describe(args, changed=not full))
     print(*patches_of(args), sep="\n")
     print(describe_placement(args))
-    print(describe_models(args))
+    print(describe_models(args), *_routes(args), sep="\n")
     # Again: those lines have driven them from the screen.
     print(*_as_warnings(args.option_warnings), *found, "ok: the run can start", sep="\n")
+
+
+def _routes(args: argparse.Namespace) -> Iterator[str]:
+    """What engines keep of the experts of each token, in host memory."""
+    if args.use_rollout_routing_replay:
+        size, ranks = RouteShape.of(args).kept_by_engine, args.rollout_num_gpus_per_engine
+        yield (
+            f"routes: {size} bytes of pinned host memory for each token of an engine's cache, in each of its ranks: "
+            f"{ranks * size / 1000:.3g} GB an engine for a million tokens with {ranks} (--rollout-num-gpus-per-engine)"
+        )
 
 
 def _check(args: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:

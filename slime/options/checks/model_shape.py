@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from argparse import Namespace
 from typing import Any
 
@@ -11,8 +12,10 @@ from slime.options.errors import OptionError, naming
 from slime.options.flags.megatron_names import flag_saying
 from slime.options.flags.patterns import written_pattern
 from slime.options.flags.values import json_value
+from slime.options.learning.algorithm import PARAMETER_LISTS
 from slime.options.mtp import check_heads
 
+_EXPERT = re.compile(r"(\.experts)\.\d+\.")
 _OVERRIDES = "--sglang-json-model-override-args"
 
 
@@ -131,3 +134,20 @@ def _same(left: Any, right: Any) -> bool:
         return not left and not right
     numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
     return math.isclose(left, right, rel_tol=1e-6) if numbers else left == right
+
+
+def check_parameter_lists(args: Namespace) -> None:
+    """OptionError for a pattern that no parameter of slime's own model has in its name; of other models, and of
+    Transformer Engine's layers, trainers say so. Needs the model's config."""
+    given = [(flag, pattern) for name, flag in PARAMETER_LISTS.items() for pattern in getattr(args, name) or ()]
+    if not given or args.custom_model_provider_path is not None or args.transformer_impl != "local":
+        return
+    from slime.models import family_of, hf_config, weight_shape
+
+    config = hf_config(args.hf_checkpoint)
+    exported = list(family_of(config).parameters(weight_shape(config, with_heads=True)))
+    # In trainers a rank's experts are one parameter.
+    names = {*exported, *(_EXPERT.sub(r"\1.", name) for name in exported)}
+    for flag, pattern in given:
+        if not any(re.search(pattern, name) for name in names):
+            raise OptionError(f"{flag} {pattern}: no parameter has that in its name, as {exported[0]} has others")

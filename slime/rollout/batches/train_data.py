@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _NEEDS_ENGINE = ("use_tis", "use_rs", "use_rollout_logprobs", "true_on_policy_mode")
 """Options without a meaning for samples that have no log-probs of an engine."""
+_ROUTED_AT_LEAST = 0.9
+"""Share of tokens with the engine's routes under ``--ci-test``: of those that no engine has computed there are few."""
 ZERO_STD = "rollout/zero_std"
 """What the metrics of groups of equal rewards begin with."""
 
@@ -61,7 +63,9 @@ def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tu
     if args.loss_type != "sft_loss":
         metrics |= reward_metrics(columns)
     if ROUTES in columns.columns:
-        metrics["rollout/routed_ratio"] = _routed_ratio(args, columns)
+        metrics["rollout/routed_ratio"] = ratio = _routed_ratio(args, columns)
+        if args.ci_test and ratio < _ROUTED_AT_LEAST:
+            raise BadInputError(f"--ci-test: rollout/routed_ratio is {ratio:.4g}, not at least {_ROUTED_AT_LEAST}")
     if args.overlong_buffer_len is not None:
         metrics["rollout/overlong_penalty"] = float(_overlong_penalties(args, samples).mean())
     return train_batches(columns, schedule), metrics
