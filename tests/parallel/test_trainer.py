@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from slime.convert import torch_dist_to_hf
 from slime.data import Sample
-from slime.rollout.batches.metrics import engine_metrics, speed_metrics
-from slime.rollout.batches.train_data import reward_metrics, rollout_metrics
+from slime.rollout.batches.metrics import engine_metrics, reward_metrics, rollout_metrics, speed_metrics
 from slime.weights.hf_directory import stored_tensors
 from tests.parallel import plain, rollouts, tiny
 from tests.parallel.cases import CASES

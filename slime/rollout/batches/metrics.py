@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slime.algorithms.rewards import rollout_rewards
-from slime.data import Sample
+from slime.data import Sample, TrainBatch
 from slime.options.serving.sglang_config import generating
 from slime.rollout.engine.state import REPLY_TIMES
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ZERO_STD = "rollout/zero_std"
+"""What the metrics of groups of equal rewards begin with."""
 _PASSED = 1
 _REPEATS, _SHRINKS = 10_000, 10
 
@@ -52,6 +54,51 @@ def accounting(args: Namespace, source: RolloutDataSource, in_flight: int = 0) -
     parts = {"read": source.num_read, **parts} | {f"dropped/{reason}": n for reason, n in sorted(dropped.items())}
     parts |= {"added": added} if added else {}
     return {f"rollout/prompts_{name}": float(n) for name, n in parts.items()}
+
+
+def rollout_metrics(samples: list[Sample], columns: TrainBatch) -> dict[str, float]:
+    """Counts, and how long and how often truncated the samples are."""
+    return length_stats(samples, "rollout/response_len", effective=True) | {
+        "rollout/total_lengths": float(columns.lengths.mean()),
+        "rollout/truncated_ratio": float(columns.truncated.mean()),
+        "rollout/repetition_frac": repetition(samples),
+        "rollout/num_samples": float(len(samples)),
+        "rollout/num_rollouts": float(len(np.unique(columns.rollout_ids))),
+    }
+
+
+def reward_metrics(columns: TrainBatch) -> dict[str, float]:
+    """Means over rollouts of rewards; groups of equal rewards, counted by that reward.
+
+    The raw reward of a rollout is that of `rollout_rewards`, its normalised one the mean of its rows, as in the loss.
+    """
+    rollouts, first_row, rollout_of_row = np.unique(columns.rollout_ids, return_index=True, return_inverse=True)
+    rows_of_rollout = np.bincount(rollout_of_row)
+    by_rollout = rollout_rewards(columns.rollout_ids.tolist(), columns.raw_rewards.tolist())
+    raw = np.array([by_rollout[rollout] for rollout in rollouts.tolist()])
+    groups = columns.group_indices[first_row]
+    metrics = {
+        "rollout/raw_reward": float(raw.mean()),
+        "rollout/rewards": float((np.bincount(rollout_of_row, columns.rewards) / rows_of_rollout).mean()),
+    }
+    equal, compared = _zero_std_groups(raw, groups)
+    for reward, count in equal.items():
+        name = f"{ZERO_STD}/count_{reward:g}"  # rewards that are the same in six digits have one
+        metrics[name] = metrics.get(name, 0.0) + count
+    if compared:
+        metrics["rollout/varied_groups_ratio"] = 1 - equal.total() / compared
+    return metrics
+
+
+def _zero_std_groups(raw: np.ndarray, groups: np.ndarray) -> tuple[Counter[float], int]:
+    """How many groups of at least two rollouts have one and the same reward throughout, by that reward; and how many
+    such groups there are."""
+    order = np.argsort(groups, kind="stable")
+    starts = np.flatnonzero(np.diff(groups[order], prepend=groups[order][0] - 1))
+    low, high = np.minimum.reduceat(raw[order], starts), np.maximum.reduceat(raw[order], starts)
+    sizes = np.diff(np.append(starts, len(order)))
+    equal = np.round(low[(low == high) & (sizes > 1)], 4) + 0.0  # of -0.0 makes 0.0
+    return Counter(equal.tolist()), int((sizes > 1).sum())
 
 
 def length_stats(samples: Sequence[Sample], prefix: str, *, effective: bool = False) -> dict[str, float]:

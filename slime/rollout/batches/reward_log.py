@@ -13,7 +13,7 @@ from slime.data import Sample, TrainBatch
 from slime.observability.logs import should_log
 from slime.observability.verdict_rules import MAKES_ADVANTAGES
 from slime.options.learning.distillation import REWARD_PATH
-from slime.rollout.batches.train_data import ZERO_STD
+from slime.rollout.batches.metrics import ZERO_STD
 
 logger = logging.getLogger(__name__)
 

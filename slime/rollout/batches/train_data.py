@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from slime.algorithms.rewards import LARGEST_REWARD, normalize_rewards, overlong_penalty, rollout_rewards
+from slime.algorithms.rewards import LARGEST_REWARD, normalize_rewards, overlong_penalty
 from slime.batching.flops import DecoderShape, LatentShape, forward_flops
 from slime.batching.schedule import build_schedule, train_batches
 from slime.data import ColumnError, Ragged, Sample, Status, TrainBatch
@@ -23,7 +22,7 @@ from slime.options.flags.schema import flag_named
 from slime.options.training import micro_batch_multiple
 from slime.rollout.batches.conversion import FLAG as CONVERSION
 from slime.rollout.batches.conversion import Converted, convert
-from slime.rollout.batches.metrics import length_stats, repetition
+from slime.rollout.batches.metrics import reward_metrics, rollout_metrics
 from slime.rollout.engine.versions import OLDER_THAN_ANY, as_number
 from slime.utils.errors import BadInputError
 from slime.utils.user_functions import call_user_function, is_first
@@ -34,8 +33,6 @@ _NEEDS_ENGINE = ("use_tis", "use_rs", "use_rollout_logprobs", "true_on_policy_mo
 """Options without a meaning for samples that have no log-probs of an engine."""
 _ROUTED_AT_LEAST = 0.9
 """Share of tokens with the engine's routes under ``--ci-test``: of those that no engine has computed there are few."""
-ZERO_STD = "rollout/zero_std"
-"""What the metrics of groups of equal rewards begin with."""
 
 
 def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tuple[list[TrainBatch], dict[str, float]]:
@@ -139,51 +136,6 @@ def _made_of_rollout(
         "metadata": lambda: _metadata(samples),
         ROUTES: lambda: _routes(args, samples),
     }
-
-
-def rollout_metrics(samples: list[Sample], columns: TrainBatch) -> dict[str, float]:
-    """Counts, and how long and how often truncated the samples are."""
-    return length_stats(samples, "rollout/response_len", effective=True) | {
-        "rollout/total_lengths": float(columns.lengths.mean()),
-        "rollout/truncated_ratio": float(columns.truncated.mean()),
-        "rollout/repetition_frac": repetition(samples),
-        "rollout/num_samples": float(len(samples)),
-        "rollout/num_rollouts": float(len(np.unique(columns.rollout_ids))),
-    }
-
-
-def reward_metrics(columns: TrainBatch) -> dict[str, float]:
-    """Means over rollouts of rewards; groups of equal rewards, counted by that reward.
-
-    The raw reward of a rollout is that of `rollout_rewards`, its normalised one the mean of its rows, as in the loss.
-    """
-    rollouts, first_row, rollout_of_row = np.unique(columns.rollout_ids, return_index=True, return_inverse=True)
-    rows_of_rollout = np.bincount(rollout_of_row)
-    by_rollout = rollout_rewards(columns.rollout_ids.tolist(), columns.raw_rewards.tolist())
-    raw = np.array([by_rollout[rollout] for rollout in rollouts.tolist()])
-    groups = columns.group_indices[first_row]
-    metrics = {
-        "rollout/raw_reward": float(raw.mean()),
-        "rollout/rewards": float((np.bincount(rollout_of_row, columns.rewards) / rows_of_rollout).mean()),
-    }
-    equal, compared = _zero_std_groups(raw, groups)
-    for reward, count in equal.items():
-        name = f"{ZERO_STD}/count_{reward:g}"  # rewards that are the same in six digits have one
-        metrics[name] = metrics.get(name, 0.0) + count
-    if compared:
-        metrics["rollout/varied_groups_ratio"] = 1 - equal.total() / compared
-    return metrics
-
-
-def _zero_std_groups(raw: np.ndarray, groups: np.ndarray) -> tuple[Counter[float], int]:
-    """How many groups of at least two rollouts have one and the same reward throughout, by that reward; and how many
-    such groups there are."""
-    order = np.argsort(groups, kind="stable")
-    starts = np.flatnonzero(np.diff(groups[order], prepend=groups[order][0] - 1))
-    low, high = np.minimum.reduceat(raw[order], starts), np.maximum.reduceat(raw[order], starts)
-    sizes = np.diff(np.append(starts, len(order)))
-    equal = np.round(low[(low == high) & (sizes > 1)], 4) + 0.0  # of -0.0 makes 0.0
-    return Counter(equal.tolist()), int((sizes > 1).sum())
 
 
 def _padded_lengths(args: Namespace, lengths: np.ndarray) -> np.ndarray:
