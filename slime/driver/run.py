@@ -125,7 +125,8 @@ class Run:
         with span("driver/load_data"):
             self._load_data(keys, fleet.models if fleet.engines else ())
         args = self.args
-        placement = self._placement = place(args, fleet)
+        with span("driver/place"):
+            placement = self._placement = place(args, fleet)
         slots = sum(map(len, placement.engines))
         counted = {f"{fleet.trainers} training ranks": fleet.trainers, f"engines on {slots} slots": slots}
         begun = [what for what, count in counted.items() if count]

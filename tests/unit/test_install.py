@@ -308,7 +308,8 @@ def test_wrong_options_of_the_quickstart_install_nothing(tmp_path: Path, words: 
 
 
 _NEED_NOTHING = {
-    *("doctor.py", "make_arithmetic_data.py", "make_trace.py", "quickstart.py", "restart_run.py", "wait_for_nodes.py"),
+    *("doctor.py", "make_arithmetic_data.py", "make_trace.py", "quickstart.py", "restart_run.py", "view_run.py"),
+    "wait_for_nodes.py",
 }
 _PROGRAMS = [f"tools/{path.name}" for path in sorted((ROOT / "tools").glob("*.py")) if path.name not in _NEED_NOTHING]
 
