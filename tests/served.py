@@ -24,7 +24,8 @@ def served(site: Site) -> Iterator[Server]:
         yield server
     finally:
         server.shutdown()
-        thread.join()
+        thread.join(20)
+        assert not thread.is_alive(), "the server has not ended within 20 s"
         server.server_close()
 
 
