@@ -25,6 +25,7 @@ from slime.processes import kernel
 DIRECTORY_VARIABLE = "SLIME_HEARTBEATS"
 """Where the processes of a server have their files, in its environment."""
 BEAT_S = 1.0
+THREAD = "heartbeat"
 _NUMBERS = struct.Struct("=3Q")
 _SHARED_MEMORY = Path("/dev/shm")
 _TIME = "%Y-%m-%d %H:%M:%S"
@@ -46,9 +47,13 @@ class Heart:
     """This process's numbers."""
 
     def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._open()
+
+    def _open(self) -> None:
         own = kernel.with_id(os.getpid())
         assert own is not None
-        with Path(directory, f"{own.pid}-{own.started}").open("w+b") as file:
+        with Path(self._directory, f"{own.pid}-{own.started}").open("w+b") as file:
             file.truncate(_NUMBERS.size)
             self._numbers = memoryview(mmap.mmap(file.fileno(), _NUMBERS.size)).cast("Q")
 
@@ -67,7 +72,13 @@ class Heart:
 
     def run(self) -> None:
         """Beat from now on, in a thread."""
-        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._run, name=THREAD, daemon=True).start()
+
+    def go_on_in_child(self) -> None:
+        """In a process that was forked from this one: beat for it, not for the parent."""
+        with contextlib.suppress(OSError):
+            self._open()
+            self.run()
 
     def _run(self) -> None:
         while True:
@@ -86,6 +97,7 @@ def begin() -> None:
         with contextlib.suppress(OSError):
             _own = Heart(directory)
             _own.run()
+            os.register_at_fork(after_in_child=_own.go_on_in_child)
 
 
 def own() -> Heart | None:

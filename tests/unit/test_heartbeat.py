@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from argparse import Namespace
@@ -22,6 +23,7 @@ from tests.waiting import alive, wait_for
 NUM_GPUS = 0
 
 _BEATS = "import time; from slime.processes import heartbeat; heartbeat.begin(); time.sleep(600)"
+_FORKS = _BEATS.replace("; time", "; import os; print(os.fork(), flush=True); time")
 
 
 @pytest.fixture
@@ -109,6 +111,24 @@ def test_who_did_not_look_saw_no_silence(heart: Heart, watcher: Watcher) -> None
     assert watcher.look() is None
     watcher._seen[next(iter(watcher._seen))].since = [0.0, 0.0]
     assert watcher.look() is None
+
+
+def test_a_forked_process_beats_for_itself(tmp_path: Path) -> None:
+    environment = os.environ | {heartbeat.DIRECTORY_VARIABLE: str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", _FORKS], env=environment, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    ids = {parent.pid, max(int(parent.stdout.readline()) for _ in range(2))}  # the child prints 0
+
+    def beating() -> set[int]:
+        beats = {path: int.from_bytes(path.read_bytes()[:8], sys.byteorder) for path in tmp_path.iterdir()}
+        return {int(path.name.partition("-")[0]) for path, count in beats.items() if count > 2}
+
+    try:
+        wait_for(lambda: beating() == ids, "both beat")
+    finally:
+        for process in ids:
+            os.kill(process, signal.SIGKILL)
+        parent.wait(60)
 
 
 class Ranks(Namespace):

@@ -31,6 +31,35 @@ def mended(function):
     return function.__module__ == "slime.backends.sglang.fixes"
 
 load_plugins()  # as a scheduler's process does first
+import multiprocessing, signal, threading
+from slime.backends.sglang import cpu_stand_ins
+from sglang.srt.entrypoints import engine
+engine._set_envs_and_config = lambda _: multiprocessing.set_start_method("spawn", force=True)
+cpu_stand_ins.fork_processes()
+signal.signal(signal.SIGQUIT, lambda *_: None)
+
+def tell(pipe):
+    default = signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL
+    pipe.send([multiprocessing.get_start_method(), default, "inherited" in globals()])
+
+def begin():
+    engine._set_envs_and_config(None)
+    here, there = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.Process(target=tell, args=(there,))
+    child.start()
+    told = here.recv()
+    child.join()
+    return multiprocessing.get_start_method(), told
+
+inherited = True
+alone = begin() == ("fork", ["spawn", True, True])
+done = threading.Event()
+thread = threading.Thread(target=done.wait)
+thread.start()
+engine._set_envs_and_config(None)
+with_others = multiprocessing.get_start_method() == "spawn"
+done.set()
+
 logged = logging.getLogRecordFactory()("name", logging.INFO, "path", 1, "api_key=a-key", (), None)
 print(json.dumps({
     "sleep_when_all_do": mended(weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation),
@@ -39,6 +68,7 @@ print(json.dumps({
     "keep_cache_scales": mended(weight_updater._export_static_state),
     "beat_in_loops": getattr(Scheduler.process_input_requests, "marks_turns", False),
     "record_loads": "load_record" in WeightChecker.handle.__code__.co_filename,
+    "fork_processes": alone and with_others,
     "strike_keys_from_log": logged.getMessage() == "api_key=***",
 }))
 """
@@ -57,8 +87,9 @@ def test_every_process_of_a_server_has_the_fixes(tmp_path: Path) -> None:
     mended = json.loads(ran.stdout.splitlines()[-1])
     without = set() if proven else {"sleep_when_all_do", "keep_cache_scales", "route_by_present_weights"}
     assert {name for name, done in mended.items() if not done} == without
-    (numbers,) = beats.iterdir()
-    assert int.from_bytes(numbers.read_bytes()[:8], sys.byteorder) > 1, "a beat a second"
+    counts = sorted(int.from_bytes(numbers.read_bytes()[:8], sys.byteorder) for numbers in beats.iterdir())
+    assert len(counts) == 2, "its fork beats for itself"
+    assert counts[-1] > 1, "a beat a second"
 
 
 @pytest.mark.parametrize("loads", [True, False])

@@ -11,14 +11,19 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import multiprocessing
 import os
+import signal
 import sys
+import threading
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from slime.processes import heartbeat
 
 _STAND_INS = ("triton", "torchvision", "sgl_kernel")
 """Packages that SGLang imports at its top but calls on GPUs only."""
@@ -266,3 +271,32 @@ def _mix(state: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     state = state ^ ((block * 0x1B873593) & _LOW_32_BITS)
     state = ((state << 13) | (state >> 19)) & _LOW_32_BITS
     return (state * 5 + 0xE6546B64) & _LOW_32_BITS
+
+
+def fork_processes() -> None:
+    """Forks a server's schedulers and its detokenizer from its first process, which has imported all that they need.
+
+    Spawned, each imports SGLang again: eight seconds of a core. A fork takes one thread along: where the process has
+    others than its heartbeat, which might hold locks, SGLang spawns as it does on GPUs, for CUDA cannot be forked.
+    """
+    engine: Any = importlib.import_module("sglang.srt.entrypoints.engine")
+    configure = engine._set_envs_and_config
+
+    def configure_and_fork(server_args: Any) -> None:
+        configure(server_args)
+        if _is_alone():
+            multiprocessing.set_start_method("fork", force=True)
+            os.register_at_fork(after_in_child=_be_as_spawned)
+
+    engine._set_envs_and_config = configure_and_fork
+
+
+def _be_as_spawned() -> None:
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # the handler is the first process's, which its children signal
+    multiprocessing.set_start_method("spawn", force=True)  # this process will have threads
+
+
+def _is_alone() -> bool:
+    """Whether this process's threads, Python's and those of libraries, are the main one and its heartbeat."""
+    beats = sum(thread.name == heartbeat.THREAD for thread in threading.enumerate())
+    return len(os.listdir("/proc/self/task")) == 1 + beats

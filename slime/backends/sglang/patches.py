@@ -236,6 +236,13 @@ EVERY_PROCESS: tuple[Patch[ServerFacts], ...] = (
 )
 
 SERVER_PROCESS: tuple[Patch[ServerFacts], ...] = (
+    _sglang(
+        "forked_processes",
+        f"{_OWN}, on hosts without CUDA",
+        "SGLang forks on hosts without CUDA.",
+        cpu_stand_ins.fork_processes,
+        lambda server: not server.cuda,
+    ),
     _sglang("keys_in_answers", _OWN, "SGLang does.", fixes.strike_keys_from_answers),
     _sglang(
         "unloaded_adapters",
