@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from slime.backends.megatron.layers.context import attend_in_context
 from slime.backends.megatron.layers.rotary import Rotary, rotate
 from slime.training.packing import chunk_length, chunks_of
 from slime.utils.device import from_host
@@ -156,23 +156,6 @@ def plan_of(params: PackedSeqParams | None, cp_size: int, cp_rank: int, device: 
     return plan
 
 
-class _GatherContext(torch.autograd.Function):
-    """[t, ...] of every context rank -> [n * t, ...] on all; backward sums the ranks' gradients of the own part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        gathered = x.new_empty(group.size() * x.size(0), *x.shape[1:])
-        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        own = grad.new_empty(grad.size(0) // ctx.group.size(), *grad.shape[1:])
-        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
-        return own, None
-
-
 Kernel = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor]
 """What computes attention: `kernels.packed_attention`, or what takes and gives the same."""
 
@@ -221,7 +204,10 @@ class PackedAttention(MegatronModule):
         if self.rotary is not None:
             cos, sin = self.rotary.angles(plan)
             query, key = (rotate(x, cos, sin, self.rotary.interleaved, self.rotary.fused) for x in (query, key))
-        if plan.key_index is not None:
-            gathered = _GatherContext.apply(torch.cat((key, value), dim=-1), self.cp_group)
-            key, value = gathered.index_select(0, plan.key_index).split((key.size(-1), value.size(-1)), dim=-1)
-        return self.kernel(query, key, value, plan, self.scale).flatten(1)
+
+        def attend(keys: Tensor, values: Tensor) -> Tensor:
+            return self.kernel(query, keys, values, plan, self.scale)
+
+        if plan.key_index is None:
+            return attend(key, value).flatten(1)
+        return attend_in_context(attend, key, value, plan.key_index, self.cp_group).flatten(1)
