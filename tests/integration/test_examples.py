@@ -280,7 +280,6 @@ def test_tau_bench_learns_to_look_up(tmp_path: Path) -> None:
     assert sum(series(tmp_path / "out" / "grpo", "agent/forks")) == 0
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", ["tau-bench", "coding_agent_rl", "retool"])
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
     """One rollout of a model that was taught nothing: the path of every part, in less than a minute."""
