@@ -78,6 +78,11 @@ def attend_on(rank: int, directory: Path, ranks: int, value_channels: int) -> No
         for a, b in zip([out.detach(), *grads], want, strict=True):
             torch.testing.assert_close(a, b[mine], rtol=0, atol=1e-10)
     assert len(gathered) == 5
+    kept = context.attend_in_context(attend, own[1], own[2], plan.key_index, dist.group.WORLD, again=False)
+    assert torch.equal(kept, out)
+    for a, b in zip(torch.autograd.grad(kept, own, upstream[mine]), grads, strict=True):
+        assert torch.equal(a, b)
+    assert len(gathered) == 8
     dist.destroy_process_group()
 
 

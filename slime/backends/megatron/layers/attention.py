@@ -210,4 +210,6 @@ class PackedAttention(MegatronModule):
 
         if plan.key_index is None:
             return attend(key, value).flatten(1)
-        return attend_in_context(attend, key, value, plan.key_index, self.cp_group).flatten(1)
+        # Of layers that are computed again as a whole, only one keeps anything at a time.
+        again = self.config.recompute_granularity != "full"
+        return attend_in_context(attend, key, value, plan.key_index, self.cp_group, again=again).flatten(1)

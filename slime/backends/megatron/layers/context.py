@@ -16,7 +16,13 @@ _At = tuple[int, torch.Size, tuple[int, ...]]
 
 
 def attend_in_context(
-    attend: Callable[[Tensor, Tensor], Tensor], key: Tensor, value: Tensor, index: Tensor, group: dist.ProcessGroup
+    attend: Callable[[Tensor, Tensor], Tensor],
+    key: Tensor,
+    value: Tensor,
+    index: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    again: bool = True,
 ) -> Tensor:
     """What ``attend`` gives for the keys and values that this rank's queries may see.
 
@@ -29,6 +35,7 @@ def attend_in_context(
         value: [tokens, heads, value channels] of this rank.
         index: int64 [seen], positions in the stream of all ranks' tokens, rank after rank.
         group: the context-parallel ranks, each with as many tokens.
+        again: False keeps them.
     """
     own, widths = torch.cat((key, value), dim=-1), (key.size(-1), value.size(-1))
 
@@ -37,10 +44,11 @@ def attend_in_context(
 
     detached = own.detach()
     inputs = seen(_Gather.apply(own, group))
+    if not again:
+        return attend(*inputs)
     kept = _GatheredAgain(inputs, lambda: seen(_gathered(detached, group)))
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
-        out = attend(*inputs)
-    return out
+        return attend(*inputs)
 
 
 class _GatheredAgain:
