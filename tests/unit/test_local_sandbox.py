@@ -717,7 +717,7 @@ def test_exec_and_wait_in_one(seconds: str, jail: bool) -> None:
         assert await run("echo again >&2") == (0, "again\n")
         stubborn = f"trap '' TERM; echo on; sleep {seconds} & while true; do sleep {seconds}; done"
         assert await run(stubborn, 1) == (EXIT_TIME_BUDGET_EXCEEDED, "on\n")
-        assert not named(seconds)
+        await asyncio.to_thread(wait_for, lambda: not named(seconds), "the end of what was killed")
         assert await exec_and_wait(sandbox, cmd="true", time_budget_sec=9, tag="x", workdir="/nowhere") == (125, "")
 
     inside(use, jail=jail)
