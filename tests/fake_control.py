@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +12,7 @@ from typing import Any
 
 from slime.backends.sglang.client import EngineError
 from slime.weights import EngineAddress
+from slime.weights.tensor import FlattenedTensorMetadata
 
 
 class FakeControl:
@@ -79,6 +83,17 @@ class FakeAddress(EngineAddress):
 
     def control(self, timeout: float) -> Any:
         return self.engine
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(FlattenedTensorMetadata.__module__ if module.startswith("sglang.") else module, name)
+
+
+def read_payload(payload: str) -> dict[str, Any]:
+    """What an engine reads of a push, without SGLang: it cannot be imported where a trainer's patches are in force."""
+    content: dict[str, Any] = _Reader(io.BytesIO(base64.b64decode(payload))).load()
+    return content
 
 
 def addresses_of(engines: Sequence[Any], sizes: Sequence[int] = ()) -> list[EngineAddress]:

@@ -322,6 +322,12 @@ def pinned(nbytes: int) -> torch.Tensor:
     return tensor
 
 
+def open_bytes(path: str, nbytes: int) -> torch.Tensor:
+    """uint8 [nbytes] of a memory file, which `/proc` has a path of: shared with whoever opens it. Engines call it by
+    this name (`weights.tensor`)."""
+    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+
+
 def share(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
     """How another process on this host opens a tensor's GPU memory: a function and its arguments, to be pickled. The
     GPU is named by its UUID in place of its index, which differs between processes; the receiver, as SGLang's does, has

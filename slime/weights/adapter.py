@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import pickle
 from argparse import Namespace
 from typing import Any
 
@@ -67,7 +67,7 @@ class AdapterPublisher(WeightPublisher):
 
 
 def _by_value(pickled: object) -> Any:
-    """How a receiver builds a tensor of bytes, from a copy of them; for `pickle.Pickler.reducer_override`."""
-    if not isinstance(pickled, torch.Tensor):
-        return NotImplemented
-    return functools.partial(torch.frombuffer, dtype=torch.uint8), (bytearray(pickled.numpy()),)
+    """A tensor as its bytes, not as shared memory; for `pickle.Pickler.reducer_override`."""
+    if isinstance(pickled, torch.Tensor | torch.storage.TypedStorage):
+        return pickled.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    return NotImplemented

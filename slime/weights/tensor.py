@@ -12,10 +12,10 @@ import io
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
 from multiprocessing.reduction import ForkingPickler
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,43 +53,61 @@ class SharedBuffer:
         self._file = os.fdopen(os.memfd_create("slime-weights"), "rb+")
         self._file.truncate(nbytes)
         self._path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
-        self.tensor = torch.from_file(self._path, shared=True, size=nbytes, dtype=torch.uint8)
+        self.tensor = device.open_bytes(self._path, nbytes)
 
     def reduce(self, pickled: object) -> Any:
         """How a receiver builds ``pickled``, for `pickle.Pickler.reducer_override`."""
         if pickled is not self.tensor:
             return NotImplemented
         if not self.tensor.is_cuda:
-            open_file = functools.partial(torch.from_file, dtype=torch.uint8)
-            return open_file, (self._path, True, self.tensor.numel())
+            return device.open_bytes, (self._path, self.tensor.numel())
         return device.share(self.tensor)
 
 
-def flat_layout(bucket: NamedTensors) -> tuple[list[SimpleNamespace], int]:
-    """Where each tensor lies in the flat buffer, in the terms of SGLang's FlattenedTensorMetadata; and its size.
+@dataclass
+class FlattenedTensorMetadata:
+    """Where a tensor lies in the flat buffer: has the attributes of SGLang's, as which a receiver makes it."""
 
-    SGLang reads attributes only. Its own class cannot be pickled without importing SGLang.
-    """
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    end_idx: int
+    numel: int
+    """Bytes, as those before."""
+
+
+_PICKLED, _READ = (
+    f"c{module}\n{FlattenedTensorMetadata.__name__}\n".encode()
+    for module in (FlattenedTensorMetadata.__module__, "sglang.srt.weight_sync.tensor_bucket")
+)
+"""A pickle's reference to the class above, and to SGLang's, which cannot be pickled without importing SGLang."""
+_WRITES_NAMES = 3
+"""The last version of pickles that writes such references out."""
+
+
+def flat_layout(bucket: NamedTensors) -> tuple[list[FlattenedTensorMetadata], int]:
+    """Where each tensor lies in the flat buffer, and its size."""
     layout, end = [], 0
     for name, tensor in bucket:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = start + tensor.nbytes
         layout.append(
-            SimpleNamespace(
+            FlattenedTensorMetadata(
                 name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=tensor.nbytes
             )
         )
     return layout, end
 
 
-def flat_parts(layout: list[SimpleNamespace], bucket: NamedTensors) -> Iterator[tuple[int, Tensor]]:
+def flat_parts(layout: list[FlattenedTensorMetadata], bucket: NamedTensors) -> Iterator[tuple[int, Tensor]]:
     """What to copy into the flat buffer, as bytes, and where each part begins.
 
     Tensors that already lie in memory as they will in the buffer are one part. Most of a bucket does: thousands of
     copies would take the host longer than the device.
     """
 
-    def shift(placed: tuple[SimpleNamespace, Tensor]) -> tuple[int, int]:
+    def shift(placed: tuple[FlattenedTensorMetadata, Tensor]) -> tuple[int, int]:
         place, tensor = placed
         return tensor.untyped_storage().data_ptr(), tensor.data_ptr() - place.start_idx
 
@@ -212,7 +230,7 @@ def serialize(payload: dict[str, Any], reduce: Callable[[object], Any]) -> str:
     """A base64 pickle that an engine reads; ``reduce`` is as `pickle.Pickler.reducer_override`."""
     stream = io.BytesIO()
     _Pickler(stream, reduce).dump(payload)
-    return base64.b64encode(stream.getvalue()).decode()
+    return base64.b64encode(stream.getvalue().replace(_PICKLED, _READ)).decode()
 
 
 class _Pickler(ForkingPickler):
@@ -220,7 +238,7 @@ class _Pickler(ForkingPickler):
     Python's garbage collector next looks for cycles."""
 
     def __init__(self, stream: io.BytesIO, reduce: Callable[[object], Any]) -> None:
-        super().__init__(stream)
+        super().__init__(stream, _WRITES_NAMES)
         self._reduce = reduce
 
     def reducer_override(self, pickled: object) -> Any:

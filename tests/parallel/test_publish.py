@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import json
 import os
-import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +20,7 @@ from slime.backends.sglang.client import EngineError
 from slime.files.hf_writer import NamedTensors
 from slime.utils.http_utils import PortReservation
 from slime.weights import EngineAddress, make_publisher, tensor
-from tests.fake_control import addresses_of
+from tests.fake_control import addresses_of, read_payload
 from tests.ranks import run_ranks
 
 NUM_GPUS = 0
@@ -93,7 +91,7 @@ class FakeEngine:
         self.payload_counts.add(len(body["serialized_named_tensors"]))
         views: dict[str, torch.Tensor] = {}
         for payload in body["serialized_named_tensors"]:
-            opened = pickle.loads(base64.b64decode(payload))
+            opened = read_payload(payload)
             for place in opened["metadata"]:
                 flat = opened["flattened_tensor"][place.start_idx : place.end_idx]
                 views[place.name] = flat.view(place.dtype).reshape(place.shape)

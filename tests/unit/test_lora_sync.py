@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
-import pickle
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from slime.utils.http_client import Http
 from slime.weights import EngineAddress, make_publisher
 from slime.weights.adapter import AdapterPublisher
 from tests.command_line import LATENT, QWEN3, Fails, Flags, Parse, command, refused, write_checkpoint, write_model
-from tests.fake_control import addresses_of
+from tests.fake_control import addresses_of, read_payload
 from tests.unit.test_input_errors import MOE
 
 NUM_GPUS = 0
@@ -212,7 +210,7 @@ class FakeEngine:
         self.calls.append("load")
         if self.refuses:
             raise EngineError("refused")
-        content = pickle.loads(base64.b64decode(payloads[0]))
+        content = read_payload(payloads[0])
         flat, self.config, self.checksums, self.payloads = content["flattened_tensor"], config, checksums, len(payloads)
         self.adapter = {
             place.name: flat[place.start_idx : place.end_idx].view(place.dtype).view(place.shape)

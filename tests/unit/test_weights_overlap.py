@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import gc
-import pickle
 import threading
 import time
 import weakref
@@ -23,7 +21,7 @@ from slime.weights.distributed import DistributedPublisher
 from slime.weights.float8 import Float8Blocks
 from slime.weights.publisher import WeightPublisher
 from slime.weights.tensor import SharedBuffer, TensorPublisher, flat_layout, flat_parts
-from tests.fake_control import addresses_of
+from tests.fake_control import addresses_of, read_payload
 
 NUM_GPUS = 0
 
@@ -137,7 +135,7 @@ def test_the_next_bucket_is_gathered_while_engines_load(transport: str, monkeypa
 def opened(payloads: list[str]) -> dict[str, torch.Tensor]:
     """Views of the buffer, as an engine has them."""
     (payload,) = payloads
-    content = pickle.loads(base64.b64decode(payload))
+    content = read_payload(payload)
     flat = content["flattened_tensor"]
     return {m.name: flat[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape) for m in content["metadata"]}
 

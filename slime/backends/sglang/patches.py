@@ -155,6 +155,7 @@ CPU_STAND_INS: tuple[Patch[ServerFacts], ...] = (
         " of a run in true on-policy mode",
         lambda server: server.same_kernels,
     ),
+    _on_cpu("memory_files", "SGLang opens them.", cpu_stand_ins.open_memory_files),
     _on_cpu("sampling_seeds", "SGLang allows torch_native there.", cpu_stand_ins.allow_sampling_seeds),
     _on_cpu(
         "latent_attention",
