@@ -13,6 +13,7 @@ from torch import Tensor
 from slime.convert.hf_files import Spec, stored_specs
 from slime.convert.running import check_output, run_all, written_model
 from slime.convert.stored import METADATA, StoredTensors
+from slime.files.checkpoints import COMMON
 from slime.models import hf_config
 from slime.utils.errors import BadInputError, abbreviate
 
@@ -81,8 +82,8 @@ def find_checkpoint(directory: Path) -> Path:
     Megatron's."""
     for place in (directory, directory / "model"):
         if (place / METADATA).is_file():
-            if (place / "common.pt").is_file():
-                raise BadInputError(f"{place} is Megatron's (it has common.pt): use tools/convert_torch_dist_to_hf.py")
+            if (place / COMMON).is_file():
+                raise BadInputError(f"{place} is Megatron's (it has {COMMON}): use tools/convert_torch_dist_to_hf.py")
             return place
     raise BadInputError(f"there is no {METADATA} in {directory} or {directory / 'model'}: it is not a whole checkpoint")
 

@@ -13,7 +13,15 @@ from typing import Any
 from slime.convert.stored import METADATA, StoredTensors
 from slime.convert.torch_dist_to_hf import locate_all, plan, specs_of, unused
 from slime.files.block_scaled import SCALE_END, block_sizes, num_blocks
-from slime.files.checkpoints import LATEST, SavedModel, find_checkpoint, has_checkpoint, is_torch_dist, same_place
+from slime.files.checkpoints import (
+    COMMON,
+    LATEST,
+    SavedModel,
+    find_checkpoint,
+    has_checkpoint,
+    is_torch_dist,
+    same_place,
+)
 from slime.files.hf_reader import Header, read_engine_headers, read_headers
 from slime.files.model_directory import NO_WEIGHTS, has_weights
 from slime.models import Family, family_of, hf_config, shape_from_hf, weight_shape
@@ -210,8 +218,8 @@ def _check_stored(flag: str, directory: Path, args: Namespace, model: _Model, *,
             if not any(directory.glob("*.distcp")):
                 return  # of another format, which loading knows or refuses
             raise BadInputError(f"there is no {METADATA} in it, which a copy may have left out as a hidden file")
-        if not (directory / "common.pt").is_file():
-            raise BadInputError("there is no common.pt in it: copy the checkpoint again")
+        if not (directory / COMMON).is_file():
+            raise BadInputError(f"there is no {COMMON} in it: copy the checkpoint again")
         stored = StoredTensors(directory)
         if lacking := stored.lacking_files():
             raise BadInputError(f"files are missing or not whole: {abbreviate(lacking)}: copy the checkpoint again")

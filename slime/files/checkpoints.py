@@ -9,6 +9,8 @@ from typing import Any
 
 RUN_KEY = "distributed_optimizer"
 """What the checkpoint of a run has in its ``common.pt``, and neither a conversion's nor one of Megatron-LM's own."""
+COMMON = "common.pt"
+"""The file of a checkpoint that has what is not cut up among ranks."""
 LATEST = "latest_checkpointed_iteration.txt"
 """The file of a checkpoint directory that names the last checkpoint in it."""
 RELEASE = "release"
@@ -112,7 +114,7 @@ def saved_model(directory: Path) -> SavedModel:
     import torch
 
     try:
-        common = torch.load(directory / "common.pt", map_location="cpu", weights_only=True)
+        common = torch.load(directory / COMMON, map_location="cpu", weights_only=True)
     except OSError:  # `slime.convert.weight_check` says what is missing
         return SavedModel(directory)
     except Exception:  # what torch did not write plainly fails in many ways

@@ -114,6 +114,7 @@ def layer_of(*, own: bool = True, dtype: torch.dtype = torch.float64, **options:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
+    from slime.backends.megatron import releases
     from slime.backends.megatron.layers import dispatch
     from slime.backends.megatron.layers.experts import Experts
 
@@ -129,10 +130,11 @@ def layer_of(*, own: bool = True, dtype: torch.dtype = torch.float64, **options:
     )  # fmt: skip
     vars(config).update(options)  # some are refused without Transformer Engine
     spec = get_moe_module_spec(use_te=False, num_experts=ep * LOCAL, moe_grouped_gemm=True)
-    spec.submodules.experts = Experts
+    _, submodules = releases.of_module(spec)
+    submodules.experts = Experts
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
-    layer = MoELayer(config, spec.submodules).to(device.current_device())
+    layer = MoELayer(config, submodules).to(device.current_device())
     layer.set_layer_number(1)
     for weight in layer.parameters():
         torch.nn.init.normal_(weight, std=0.3)

@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from slime.files.checkpoints import COMMON
 from safetensors.torch import save_file
 
 from slime.backends.megatron import patches
@@ -132,7 +133,7 @@ class Rank:
 
     def reload_other(self, other: Path) -> None:
         """Go on from what another layout saved, with a distributed optimizer or without as it had."""
-        distributed = torch.load(other / "checkpoint" / "iter_0000001" / "common.pt")["distributed_optimizer"]
+        distributed = torch.load(other / "checkpoint" / "iter_0000001" / COMMON)["distributed_optimizer"]
         with pytest.raises(BadInputError, match=f"was saved with {DISTRIBUTED[distributed]}"):
             self.reload(other / "checkpoint", use_distributed_optimizer=not distributed)
         trainer = self.reload(other / "checkpoint", use_distributed_optimizer=distributed)

@@ -174,8 +174,9 @@ def test_its_attention_is_the_installed_sglangs() -> None:
     spec = importlib.util.find_spec("sglang")
     assert spec is not None
     assert spec.origin is not None
-    source = Path(spec.origin).with_name("srt") / "server_args.py"
-    (listed,) = re.findall(r"^DETERMINISTIC_ATTENTION_BACKEND_CHOICES = \[(.*?)\]", source.read_text(), re.S | re.M)
+    places = [Path(spec.origin).with_name("srt") / place for place in ("server_args.py", "arg_groups/choices.py")]
+    source = "".join(place.read_text() for place in places if place.exists())
+    (listed,) = re.findall(r"^DETERMINISTIC_ATTENTION_BACKEND_CHOICES = \[(.*?)\]", source, re.S | re.M)
     assert (*re.findall(r'"(\w+)"', listed), "torch_native") == ATTENTION
 
 

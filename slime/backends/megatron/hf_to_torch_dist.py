@@ -42,7 +42,7 @@ from slime.backends.megatron.weights.checkpoint_validation import built_shape, c
 from slime.backends.megatron.weights.weights_io import global_weights  # noqa: E402
 from slime.convert.running import Progress, check_room  # noqa: E402
 from slime.files import atomic_io  # noqa: E402
-from slime.files.checkpoints import LATEST, RELEASE, is_release  # noqa: E402
+from slime.files.checkpoints import COMMON, LATEST, RELEASE, is_release  # noqa: E402
 from slime.files.hf_reader import HFWeights, kept_dtype  # noqa: E402
 from slime.models import Family, Shape, family_of, hf_config, weight_shape  # noqa: E402
 from slime.models.family import check_names  # noqa: E402
@@ -51,7 +51,7 @@ from slime.utils.errors import BadInputError  # noqa: E402
 
 _DEADLINE = timedelta(hours=6)
 """Until the slowest rank has written its share."""
-_OF_A_CHECKPOINT = (".metadata", "metadata.json", "common.pt", "*.distcp")
+_OF_A_CHECKPOINT = (".metadata", "metadata.json", COMMON, "*.distcp")
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def convert(args: Namespace, save: Path) -> None:
             own = [parts[i] for i in shares[rank]]
             _save(directory, _Planner(own, dtypes, objects if rank == 0 else [], reader, progress), progress)
             if rank == 0:
-                torch.save({}, directory / "common.pt")
+                torch.save({}, directory / COMMON)
                 save_config(CheckpointingConfig("torch_dist", 1), str(directory))
             commit_directory(final)
     if rank == 0:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import logging
 import queue
 import sys
 import warnings
@@ -260,11 +261,17 @@ def install() -> None:
     warnings.filterwarnings("ignore", message=r".*Apex (is|are) not installed")
     warnings.filterwarnings("ignore", message="The legacy GroupedMLP")  # which the layer specification replaces
     warnings.filterwarnings("ignore", message="full scope is deprecated")  # which is its own default
+    logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(_is_no_farewell)
     rank = RankFacts()
     with patching.within(TORCHS_OPTIMIZERS, rank):
         patching.apply(CPU_SHIM, rank)
         importlib.import_module("megatron.core.optimizer")
     patching.apply(FIXES, rank)
+
+
+def _is_no_farewell(record: logging.LogRecord) -> bool:
+    """Of 0.19, at each model that is built: there is nothing that a user could do."""
+    return "GPTModel IS DEPRECATED" not in record.getMessage()
 
 
 def prepare_save() -> None:

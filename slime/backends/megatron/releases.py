@@ -9,6 +9,8 @@ of `patches`.
 | what `permute` returns | rows, probabilities, order | those and two that only padding for float8 makes |
 | marks of weights that tensor parallelism cuts | with random initialisation alone | always |
 | what layers are built with besides | | `name` |
+| what ranks have in common, of a checkpoint | `common.pt` | an object in it; `checkpoint.py` writes that file, too |
+| what the schedules call the layer of an MTP head | | `mtp_model_layer` |
 | the queue of a save's results | `_get_write_results_queue`, of processes | `get_write_results_queue`, of threads |
 """
 

@@ -62,6 +62,11 @@ class NextTokenHead(MegatronModule):
         layer_number = config.num_layers + number + 1 - get_transformer_layer_offset(config, vp_stage)
         self.transformer_layer = build_module(layer, config=config, layer_number=layer_number, vp_stage=vp_stage)
 
+    @property
+    def mtp_model_layer(self) -> Any:
+        """The layer, by the name that megatron-core 0.19 looks for."""
+        return self.transformer_layer
+
     def forward(self, hidden: Tensor, embedded: Tensor, packed_seq_params: PackedSeqParams) -> Tensor:
         """Both [T or, under sequence parallelism, T / tp, 1, h], as is the result."""
         mixed = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))

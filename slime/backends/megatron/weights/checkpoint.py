@@ -24,6 +24,7 @@ from slime.backends.megatron.model import has_heads
 from slime.backends.megatron.optimizer import parts_of
 from slime.backends.megatron.weights import lora_base
 from slime.backends.megatron.weights.checkpoint_validation import check_torch_dist
+from slime.files.checkpoints import COMMON
 from slime.models.family import VALUE_HEAD_KEY, holds_heads
 from slime.options.lora import check_adapters, check_base
 from slime.options.mtp import check_saved_heads
@@ -56,14 +57,21 @@ def save_state(
     state["base"] = lora_base.recorded(model_chunks)
     state["heads"] = has_heads(model_chunks)
     state["trained"] = trained or {}
-    dist_checkpointing.save(state, directory)
+    _save(state, directory)
 
 
 def save_weights(directory: Path, model_chunks: Sequence[Any]) -> None:
     """Write the weights alone that the model holds, or its adapters, into a new directory; collective."""
     directory.mkdir(exist_ok=True)  # by whoever is first: all ranks have one file system
     dist.barrier()
-    dist_checkpointing.save(model_state(model_chunks), str(directory))
+    _save(model_state(model_chunks), str(directory))
+
+
+def _save(state: dict[str, Any], directory: str) -> None:
+    """With `COMMON`, which every release reads and tools look into; 0.19 of megatron-core writes none."""
+    dist_checkpointing.save(state, directory)
+    if dist.get_rank() == 0 and not Path(directory, COMMON).exists():
+        torch.save(dist_checkpointing.load_common_state_dict(directory), Path(directory, COMMON))
 
 
 def load_weights(directory: Path, model_chunks: Sequence[Any]) -> None:
