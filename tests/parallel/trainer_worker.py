@@ -19,7 +19,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from slime.files.checkpoints import COMMON
 from safetensors.torch import save_file
 
 from slime.backends.megatron import patches
@@ -34,6 +33,7 @@ from slime.backends.megatron.optimizer import parts_of  # noqa: E402
 from slime.backends.megatron.trainer import MegatronTrainer  # noqa: E402
 from slime.backends.megatron.weights import gather  # noqa: E402
 from slime.data import TrainBatch  # noqa: E402
+from slime.files.checkpoints import COMMON  # noqa: E402
 from slime.options.errors import OptionError  # noqa: E402
 from slime.ray.train_actor import TrainActor  # noqa: E402
 from slime.training import checkpoint_dirs  # noqa: E402
