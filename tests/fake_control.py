@@ -12,7 +12,7 @@ from typing import Any
 
 from slime.backends.sglang.client import EngineError
 from slime.weights import EngineAddress
-from slime.weights.tensor import FlattenedTensorMetadata
+from slime.weights import payload as written
 
 
 class FakeControl:
@@ -87,7 +87,7 @@ class FakeAddress(EngineAddress):
 
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        return super().find_class(FlattenedTensorMetadata.__module__ if module.startswith("sglang.") else module, name)
+        return super().find_class(written.__name__ if module.startswith("sglang.") else module, name)
 
 
 def read_payload(payload: str) -> dict[str, Any]:

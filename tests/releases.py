@@ -11,6 +11,7 @@ _DROPPED = (
     "moe_use_legacy_grouped_gemm",
     "preserve_fp32_weights",
     "sglang_cuda_graph_bs",
+    "sglang_cuda_graph_max_bs",
     "sglang_torchao_config",
 )
 GONE = frozenset(() if PROVEN else _DROPPED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from argparse import Namespace
 from typing import Any
 
@@ -13,8 +12,8 @@ from slime.files.hf_writer import NamedTensors
 from slime.models import family_of, hf_config
 from slime.models.adapters import completed, peft_config
 from slime.weights.equality import digest
+from slime.weights.payload import by_value, flat_layout, serialize
 from slime.weights.publisher import WeightPublisher
-from slime.weights.tensor import flat_layout, serialize
 
 
 class AdapterPublisher(WeightPublisher):
@@ -46,7 +45,7 @@ class AdapterPublisher(WeightPublisher):
         flat = torch.empty(size, dtype=torch.uint8)
         for place, tensor in zip(layout, tensors.values(), strict=True):
             flat[place.start_idx : place.end_idx].copy_(tensor.reshape(-1).view(torch.uint8))
-        self._payload = serialize({"flattened_tensor": flat, "metadata": layout}, _by_value)
+        self._payload = serialize({"flattened_tensor": flat, "metadata": layout}, by_value)
         check = self.args.check_weight_update_equal
         self._checksums = {name: digest(tensor) for name, tensor in tensors.items()} if check else None
 
@@ -64,10 +63,3 @@ class AdapterPublisher(WeightPublisher):
 
     def _abandon(self) -> None:
         self._tensors, self._payload = {}, ""
-
-
-def _by_value(pickled: object) -> Any:
-    """A tensor as its bytes, not as shared memory; for `pickle.Pickler.reducer_override`."""
-    if isinstance(pickled, torch.Tensor | torch.storage.TypedStorage):
-        return pickled.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
-    return NotImplemented

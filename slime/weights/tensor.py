@@ -1,21 +1,13 @@
-"""Weights to engines on the same devices: CUDA IPC handles, or shared memory without GPUs; only handles travel by HTTP.
-
-A payload is a pickle that the server's unpickler accepts. It is made here, without importing SGLang, whose import takes
-seconds, and which on CPU works only with `backends.sglang.cpu_stand_ins`, which a trainer must not have.
-"""
+"""Weights to engines on the same devices: by CUDA IPC or, without GPUs, shared memory; only handles travel by HTTP."""
 
 from __future__ import annotations
 
-import base64
 import functools
-import io
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from itertools import groupby
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -25,10 +17,9 @@ from torch import Tensor
 from slime.files.hf_writer import NamedTensors
 from slime.utils import device
 from slime.weights.engines import EngineAddress
+from slime.weights.payload import FlattenedTensorMetadata, flat_layout, serialize
 from slime.weights.publisher import Wait, WeightPublisher, trainer_world_size
 
-_ALIGNMENT = 16
-"""Bytes; a view of the flat buffer as any dtype must start at a multiple of that dtype's size."""
 _EXPERTS_IN_ORDER: dict[str, Any] = {
     **{"sglang_moe_dp_size": 1, "sglang_ep_num_redundant_experts": 0},
     **{"sglang_enable_eplb": False, "sglang_init_expert_location": "trivial"},
@@ -62,42 +53,6 @@ class SharedBuffer:
         if not self.tensor.is_cuda:
             return device.open_bytes, (self._path, self.tensor.numel())
         return device.share(self.tensor)
-
-
-@dataclass
-class FlattenedTensorMetadata:
-    """Where a tensor lies in the flat buffer: has the attributes of SGLang's, as which a receiver makes it."""
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    start_idx: int
-    end_idx: int
-    numel: int
-    """Bytes, as those before."""
-
-
-_PICKLED, _READ = (
-    f"c{module}\n{FlattenedTensorMetadata.__name__}\n".encode()
-    for module in (FlattenedTensorMetadata.__module__, "sglang.srt.weight_sync.tensor_bucket")
-)
-"""A pickle's reference to the class above, and to SGLang's, which cannot be pickled without importing SGLang."""
-_WRITES_NAMES = 3
-"""The last version of pickles that writes such references out."""
-
-
-def flat_layout(bucket: NamedTensors) -> tuple[list[FlattenedTensorMetadata], int]:
-    """Where each tensor lies in the flat buffer, and its size."""
-    layout, end = [], 0
-    for name, tensor in bucket:
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        end = start + tensor.nbytes
-        layout.append(
-            FlattenedTensorMetadata(
-                name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=tensor.nbytes
-            )
-        )
-    return layout, end
 
 
 def flat_parts(layout: list[FlattenedTensorMetadata], bucket: NamedTensors) -> Iterator[tuple[int, Tensor]]:
@@ -224,22 +179,3 @@ class TensorPublisher(WeightPublisher):
 
     def _release(self) -> None:
         self._buffers = [None, None]
-
-
-def serialize(payload: dict[str, Any], reduce: Callable[[object], Any]) -> str:
-    """A base64 pickle that an engine reads; ``reduce`` is as `pickle.Pickler.reducer_override`."""
-    stream = io.BytesIO()
-    _Pickler(stream, reduce).dump(payload)
-    return base64.b64encode(stream.getvalue().replace(_PICKLED, _READ)).decode()
-
-
-class _Pickler(ForkingPickler):
-    """Not a class made for each payload: that would keep what its ``reduce`` belongs to, gibibytes of a GPU, until
-    Python's garbage collector next looks for cycles."""
-
-    def __init__(self, stream: io.BytesIO, reduce: Callable[[object], Any]) -> None:
-        super().__init__(stream, _WRITES_NAMES)
-        self._reduce = reduce
-
-    def reducer_override(self, pickled: object) -> Any:
-        return self._reduce(pickled)

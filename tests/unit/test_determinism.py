@@ -177,7 +177,8 @@ def test_its_attention_is_the_installed_sglangs() -> None:
     places = [Path(spec.origin).with_name("srt") / place for place in ("server_args.py", "arg_groups/choices.py")]
     source = "".join(place.read_text() for place in places if place.exists())
     (listed,) = re.findall(r"^DETERMINISTIC_ATTENTION_BACKEND_CHOICES = \[(.*?)\]", source, re.S | re.M)
-    assert (*re.findall(r'"(\w+)"', listed), "torch_native") == ATTENTION
+    of_gpus = [name for name in re.findall(r'"(\w+)"', listed) if name != "intel_xpu"]  # of later releases
+    assert (*of_gpus, "torch_native") == ATTENTION
 
 
 def test_torch_raises_where_it_has_no_such_kernel() -> None:

@@ -9,8 +9,8 @@ import sys
 
 import torch
 
-from slime.weights.adapter import _by_value
-from slime.weights.tensor import SharedBuffer, flat_layout, serialize
+from slime.weights.payload import by_value, flat_layout, serialize
+from slime.weights.tensor import SharedBuffer
 
 NUM_GPUS = 0
 
@@ -33,13 +33,13 @@ print(json.dumps(read))
 def test_engines_read_what_is_pushed() -> None:
     bucket = [("a", torch.randn(3, 5)), ("b", torch.randn(7).bfloat16()), ("c", torch.arange(4))]
     layout, size = flat_layout(bucket)
-    shared, by_value = SharedBuffer(size), torch.empty(size, dtype=torch.uint8)
-    for flat in (shared.tensor, by_value):
+    shared, own = SharedBuffer(size), torch.empty(size, dtype=torch.uint8)
+    for flat in (shared.tensor, own):
         for place, (_, tensor) in zip(layout, bucket, strict=True):
             flat[place.start_idx : place.end_idx].copy_(tensor.reshape(-1).view(torch.uint8))
     lines = [
         serialize({"flattened_tensor": shared.tensor, "metadata": layout}, shared.reduce),
-        serialize({"flattened_tensor": by_value, "metadata": layout}, _by_value),
+        serialize({"flattened_tensor": own, "metadata": layout}, by_value),
     ]
     assert b"slime.weights" not in base64.b64decode(lines[1]), "a server of another's reads it, too"
     ran = subprocess.run(

@@ -19,8 +19,9 @@ from slime.weights import distributed
 from slime.weights import publisher as publisher_module
 from slime.weights.distributed import DistributedPublisher
 from slime.weights.float8 import Float8Blocks
+from slime.weights.payload import flat_layout
 from slime.weights.publisher import WeightPublisher
-from slime.weights.tensor import SharedBuffer, TensorPublisher, flat_layout, flat_parts
+from slime.weights.tensor import SharedBuffer, TensorPublisher, flat_parts
 from tests.fake_control import addresses_of, read_payload
 
 NUM_GPUS = 0
