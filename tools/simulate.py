@@ -55,6 +55,7 @@ _COUNTS = {
     "--num-steps-per-rollout": (1, "optimizer steps"),
     "--max-tokens-per-gpu": (8192, "of a micro-batch"),
     "--sglang-server-concurrency": (512, ""),
+    "--update-weight-buffer-size": (512 * 2**20, "bytes that a push sends at a time"),
 }
 
 
@@ -131,6 +132,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         reference=options.reference,
         static=options.sglang_mem_fraction_static,
         concurrency=options.sglang_server_concurrency,
+        bucket=options.update_weight_buffer_size,
     )
 
 

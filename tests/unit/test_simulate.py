@@ -235,6 +235,14 @@ def test_a_step_is_told_to_people_and_to_programs(capsys: pytest.CaptureFixture[
     assert told["tokens_per_s_per_gpu"] * 2 == pytest.approx(told["tokens_per_s"])
 
 
+def test_the_check_is_what_the_page_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["check"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    page = (ROOT / "docs" / "scale.md").read_text()
+    assert "FAR OFF" not in "".join(rows)
+    assert [row for row in rows if row not in page] == []
+
+
 def test_a_model_with_fewer_layers_is_the_first_ones() -> None:
     whole, part = read_model("deepseek-v3"), read_model("deepseek-v3", 4)
     assert isinstance(part, Model)

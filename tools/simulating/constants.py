@@ -58,9 +58,9 @@ COSTS: dict[str, Cost] = {
     "convert": Cost(0.16e-6, "s a token", "samples to batches: h200 113"),
     "pack": Cost(0.25e-6, "s a token of a rank", "packing: the mean of h200 84 and 113"),
     "row bytes": Cost(24.0, "bytes a token", "of a batch: token, mask, log-prob, reward, advantage"),
-    "call of a rank": Cost(0.3e-3, "s", "tools/bench_control.py: scale.md"),
-    "call of an engine": Cost(0.56e-3, "s", "of one process: tools/bench_control.py: scale.md"),
-    "proof, tensor": Cost(6e-6, "s", "of each rank of an engine, likewise"),
+    "call of a rank": Cost(0.21e-3, "s", "tools/bench_control.py: scale.md"),
+    "call of an engine": Cost(0.73e-3, "s", "of one process: tools/bench_control.py: scale.md"),
+    "proof, tensor": Cost(5e-6, "s", "of each rank of an engine, likewise"),
 }
 
 

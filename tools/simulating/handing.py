@@ -11,12 +11,11 @@ from tools.simulating.training import parameters_held, parameters_stepped
 
 _OPTIMIZER = 3 * FP32
 """Bytes of a parameter's main copy and two moments."""
-BUCKET = 512 * 2**20
-"""Bytes of a bucket of a push, by default."""
-_CALLS_OF_ENGINE = 9
-"""Of each push, besides its buckets: see docs/scale.md."""
-_CALLS_OF_RANK = 6
-"""Of each colocated step: wake, train, sleep twice, push, score the probe."""
+_CALLS_OF_ENGINE, _CALLS_TO_ABORT = 6, 2
+"""Of each push, besides its buckets: pause, flush, prove, set and check the version, continue; in train_async.py also
+those that end requests."""
+_CALLS_OF_RANK, _CALLS_TO_SLEEP = 3, 3
+"""Of each step: train, push, score the probe; colocated also wake, and sleep twice."""
 
 
 def _copied(plan: Plan) -> float:
@@ -61,17 +60,17 @@ def push(plan: Plan) -> Phase:
         # Gathered, put into a flat buffer, loaded: each reads and writes.
         parts["copies on the GPU"] = 3 * 2 * nbytes / (gpu.bandwidth * cost("streaming"))
         whole = parameters_held(plan) * BF16
-        ranks = layout.dense if layout.ep == 1 else max(layout.dense, layout.experts)
-        speed = gpu.link * cost("link, trainers") if ranks <= gpu.per_host else gpu.network * cost("network")
+        # Stages of a pipeline lie as far apart as they can.
+        within = plan.trainers <= gpu.per_host or (layout.pp == 1 and max(layout.tp, layout.ep) <= gpu.per_host)
+        speed = gpu.link * cost("link, trainers") if within else gpu.network * cost("network")
         parts["gathered from other ranks"] = max(0.0, nbytes - whole) / speed
     else:
         within = plan.gpus <= gpu.per_host
         parts["sent by one rank"] = nbytes / (gpu.link * cost("broadcast") if within else gpu.network * cost("network"))
     # What is measured with one engine has its calls, and one bucket's, in it.
-    buckets = 0 if plan.colocate else math.ceil(nbytes / BUCKET)
-    parts["calls of engines by one rank"] = (
-        (plan.engines - 1) * (_CALLS_OF_ENGINE + buckets) * cost("call of an engine")
-    )
+    buckets = 0 if plan.colocate else math.ceil(nbytes / plan.bucket)
+    calls = buckets + _CALLS_OF_ENGINE + _CALLS_TO_ABORT * plan.asynchronous
+    parts["calls of engines by one rank"] = (plan.engines - 1) * calls * cost("call of an engine")
     parts["proofs read by one rank"] = (plan.engines * plan.engine_gpus - 1) * held_names(plan) * cost("proof, tensor")
     return Phase("weight push", sum(parts.values()), {name: each for name, each in parts.items() if each})
 
@@ -90,10 +89,11 @@ def held_names(plan: Plan) -> float:
 def control(plan: Plan) -> Phase:
     """What one process does a step for each rank, each engine, and each sample."""
     tokens = float(plan.lengths.sum())
+    calls = _CALLS_OF_RANK + _CALLS_TO_SLEEP * plan.colocate
     parts = {
         "samples to batches": cost("convert") * tokens,
         "packing": cost("pack") * tokens / plan.dp,
-        "calls of ranks by the driver": cost("call of a rank") * _CALLS_OF_RANK * plan.trainers,
+        "calls of ranks by the driver": cost("call of a rank") * calls * plan.trainers,
         "batches to ranks": tokens * cost("row bytes") / (plan.gpu.network * cost("network")),
     }
     return Phase("batches, calls", sum(parts.values()), parts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tools.simulating.constants import cost
-from tools.simulating.handing import BUCKET
 from tools.simulating.model import BF16, FP32
 from tools.simulating.plan import Plan
 from tools.simulating.training import parameters_held, parameters_stepped
@@ -48,9 +47,10 @@ def memory(plan: Plan) -> Memory:
     cache = plan.static * plan.gpu.memory_gib - weights
     # A pipeline's first stage has as many micro-batches under way as there are stages, of its share of the layers.
     under_way = layout.pp if layout.pp > 1 else 1
-    activations = (activation_bytes(plan) * plan.max_tokens * under_way + _logits(plan)) / _GIB
+    tokens = max(plan.max_tokens, -(-int(plan.lengths.max()) // layout.cp))  # a longer sample is alone
+    activations = (activation_bytes(plan) * tokens * under_way + _logits(plan)) / _GIB
     beside = cost("asleep") if plan.colocate else cost("context")
-    return Memory(state, activations, beside + 2 * BUCKET / _GIB, weights, cache, plan.gpu.memory_gib)
+    return Memory(state, activations, beside + 2 * plan.bucket / _GIB, weights, cache, plan.gpu.memory_gib)
 
 
 def activation_bytes(plan: Plan) -> float:

@@ -71,6 +71,8 @@ class Plan:
     """Share of a GPU's memory that an engine's weights and cache take."""
     concurrency: int = 512
     """Requests in flight at an engine."""
+    bucket: int = 512 * 2**20
+    """Bytes that a push sends at a time."""
 
     def __post_init__(self) -> None:
         layout, shape = self.layout, self.model.shape
