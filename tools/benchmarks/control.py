@@ -37,7 +37,12 @@ class ControlPublisher(WeightPublisher):
     """All that a push to engines apart does but the broadcast: each bucket is announced to each engine."""
 
     def _deliver(self, bucket: NamedTensors, staged: Any) -> Wait:
-        said = {"names": [name for name, _ in bucket], "dtypes": ["float32"], "shapes": [[4]], "group_name": "none"}
+        said: dict[str, Any] = {
+            "names": [name for name, _ in bucket],
+            "dtypes": ["float32"],
+            "shapes": [[4]],
+            "group_name": "none",
+        }
         call = {e.url: functools.partial(self.control(e).update_weights_from_distributed, **said) for e in self.engines}
         return self.start("push", call)
 

@@ -58,21 +58,37 @@ def all_cases() -> list[Case]:
     return [case for make in makers for case in make()]
 
 
-def _alone(model: str, layout: Layout = _ONE, gpus: int = 1, gpu: str = "h200", **more: Any) -> Plan:
-    """`tools/bench.py train`: its own random lengths, in micro-batches of 16,384 tokens."""
-    sizes = {"shortest": 2048, "longest": 4096} | {key: more.pop(key) for key in ("shortest", "longest") if key in more}
-    words = [f"--{name}={size}" for name, size in sizes.items()]
+def _alone(
+    model: str,
+    layout: Layout = _ONE,
+    gpus: int = 1,
+    *,
+    gpu: str = "h200",
+    num_layers: int | None = None,
+    sequences: tuple[int, int] = (2048, 4096),
+    kernel: str = "flash",
+) -> Plan:
+    """`tools/bench.py train`: its own random lengths, within ``sequences``, in micro-batches of 16,384 tokens."""
+    words = [f"--{name}={size}" for name, size in zip(("shortest", "longest"), sequences, strict=True)]
     options = train_benchmark.parse(["--model", "", "--result", "", *words])
-    lengths = np.array(train_benchmark.lengths_of(options, gpus // layout.tp))
-    shape = read_model(model, more.pop("num_layers", None))
-    common = {"prompt": 0, "responses": lengths, "group": 1, "max_tokens": options.tokens}
-    return Plan(shape, GPUS[gpu], gpus, gpus, layout=layout, **common, **more)
+    return Plan(
+        read_model(model, num_layers),
+        GPUS[gpu],
+        gpus,
+        gpus,
+        layout=layout,
+        prompt=0,
+        responses=np.array(train_benchmark.lengths_of(options, gpus // layout.tp)),
+        group=1,
+        max_tokens=options.tokens,
+        kernel=kernel,
+    )
 
 
 def _loop(model: str, gpus: int = 1, **more: Any) -> Plan:
     """`tools/bench.py step`: 256 responses of 512 tokens."""
     num_layers = more.pop("num_layers", None)
-    sizes = {"engines": gpus, "prompt": _PROMPT, "responses": np.full(256, 512)} | more
+    sizes: dict[str, Any] = {"engines": gpus, "prompt": _PROMPT, "responses": np.full(256, 512)} | more
     return Plan(read_model(model, num_layers), GPUS["h200"], gpus, **sizes)
 
 
@@ -82,20 +98,20 @@ def _experts() -> Plan:
 
 def _training() -> Iterator[Case]:
     eight_layers = Layout(recomputed=8 / 36)
-    long = {"shortest": 8192, "longest": 16384}
+    long = (8192, 16384)
     lines: list[tuple[str, str, int, Plan, str]] = [
         ("1.7B", "h200", 92, _alone("qwen3-1.7b"), "streaming"),
         ("1.7B, another host", "h200", 107, _alone("qwen3-1.7b"), ""),
         ("4B, 8 layers recomputed", "h200", 6, _alone("qwen3-4b", eight_layers), ""),
         ("1.7B, fa4", "h100", 36, _alone("qwen3-1.7b", gpu="h100", kernel="fa4"), ""),
-        ("1.7B, 8k to 16k", "h100", 32, _alone("qwen3-1.7b", gpu="h100", **long), ""),
+        ("1.7B, 8k to 16k", "h100", 32, _alone("qwen3-1.7b", gpu="h100", sequences=long), ""),
         ("30B-A3B, 12 layers, EP2", "h200", 65, _experts(), "expert traffic"),
         ("30B-A3B, 12 layers, EP2, earlier", "h200", 52, _experts(), ""),
     ]
     pages = [
         ("1.7B, fa4", "attention kernels", 40200, _alone("qwen3-1.7b", kernel="fa4"), ""),
-        ("1.7B, 8k to 16k", "attention kernels", 23100, _alone("qwen3-1.7b", **long), ""),
-        ("1.7B, 8k to 16k, fa4", "attention kernels", 30100, _alone("qwen3-1.7b", kernel="fa4", **long), ""),
+        ("1.7B, 8k to 16k", "attention kernels", 23100, _alone("qwen3-1.7b", sequences=long), ""),
+        ("1.7B, 8k to 16k, fa4", "attention kernels", 30100, _alone("qwen3-1.7b", kernel="fa4", sequences=long), ""),
         ("8B, TP2", "8B, no line", 8490, _alone("qwen3-8b", Layout(tp=2, recomputed=6 / 36), 2), "link, trainers"),
     ]
     rates = [(name, f"{file} {n}", line_of(file, n)["value"], plan, fitted) for name, file, n, plan, fitted in lines]

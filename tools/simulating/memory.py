@@ -60,11 +60,10 @@ def activation_bytes(plan: Plan) -> float:
     keys = shape.num_query_groups * plan.model.head_channels
     # The inputs of two norms and of what follows them; query, key and value before and after norm and rotation; output.
     attention = 4 * h + (query + 2 * keys) + (query + keys) + query
-    gathered = 2 * keys * (layout.cp - 1) if layout.cp > 1 else 0
     dense = 3 * shape.ffn_hidden_size
     experts = shape.moe_router_topk * (2 * h + 3 * shape.moe_ffn_hidden_size)
     experts += 3 * shape.moe_shared_expert_intermediate_size
-    kept = shape.num_layers * (attention + gathered) + plan.model.dense_layers * dense + shape.num_moe_layers * experts
+    kept = shape.num_layers * attention + plan.model.dense_layers * dense + shape.num_moe_layers * experts
     whole = kept / layout.tp * (1 - layout.recomputed) + shape.num_layers * h / layout.tp * layout.recomputed
     one_again = (kept / shape.num_layers) / layout.tp if layout.recomputed else 0.0
     return BF16 * (whole / layout.pp + one_again)

@@ -169,7 +169,8 @@ def _collectives(plan: Plan, batch: _Batch, share: float, training: bool) -> dic
         found["tensor parallelism"] = times * sent / (plan.speed_of(layout.tp) * cost("link, trainers"))
     if layout.cp > 1:
         width = 2 * shape.num_query_groups * plan.model.head_channels * BF16 / layout.tp
-        times = layers * (1 + (2 if training else 0) + again)
+        # Gathered, gathered again for the gradient (or where layers are recomputed), and gradients scattered.
+        times = layers * (3 if training else 1)
         sent = tokens * width * (layout.cp - 1)
         found["context parallelism"] = times * sent / (plan.speed_of(layout.cp, layout.tp) * cost("link, trainers"))
     if layout.ep > 1 and shape.num_moe_layers:
