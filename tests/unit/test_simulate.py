@@ -164,7 +164,7 @@ def test_every_rank_holds_its_share() -> None:
 def test_more_of_anything_costs_no_less() -> None:
     base = simulate(plan(responses=np.full(64, 512)))
     longer = simulate(plan(responses=np.full(64, 1024)))
-    assert longer.seconds > 1.9 * base.seconds * 0.9
+    assert longer.seconds > 1.7 * base.seconds
     two = simulate(plan(responses=np.full(64, 512), trainers=2, engines=2))
     assert base.seconds / 2 < two.seconds < base.seconds
     referenced = simulate(plan(responses=np.full(64, 512), reference=True))
