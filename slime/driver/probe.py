@@ -84,11 +84,8 @@ class Probe:
         scores = next((scores for scores in ranks if scores is not None), None)
         if scores is None:  # the model takes more than text
             return {}
-        found = {}
-        for name, answer in asked.theirs.items():
-            if theirs := self._supervisor.wait({name: answer}, phase, limit):  # else it has died
-                found[name] = mean_difference(scores, theirs[0])
-        return found
+        answers = self._supervisor.answers(asked.theirs, phase, limit)  # of those that have not died
+        return {name: mean_difference(scores, theirs) for name, theirs in answers.items()}
 
     def _judge(self, version: int, name: str, difference: float) -> None:
         if difference <= self._args.mismatch_threshold:

@@ -248,7 +248,11 @@ class Engines(Roster):
 
     def reached(self) -> list[Member]:
         """Those that the latest push has reached, of those that live; until `admit`."""
-        return [member for member in self._given[0] if member in self.membership.engines]
+        return self._still_there(self._given[0])
+
+    def _still_there(self, given: list[Member]) -> list[Member]:
+        there = {member.name: member for member in self.membership.engines}
+        return [member for member in given if there.get(member.name) == member]
 
     def admit(self) -> None:
         """Note the version of the latest push, and register those that joined and have its weights. Requests may be
@@ -257,8 +261,7 @@ class Engines(Roster):
         if version is None:
             return
         self._supervisor.version = str(version)
-        there = self.membership.engines
-        joined = [replace(member, serves=True) for member in given if not member.serves and member in there]
+        joined = [replace(member, serves=True) for member in self._still_there(given) if not member.serves]
         if joined:
             self.membership = self.membership.having(*joined)
             self._registrar.tell(self.membership, f"register {' and '.join(member.name for member in joined)}")

@@ -4,6 +4,7 @@ joins takes those of one that left, or a group of its own."""
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 from collections import Counter
 from dataclasses import dataclass, field
@@ -88,7 +89,11 @@ class Placement:
 
     def number(self, slot: Slot) -> int:
         """Its place in the logical order; one of another group than the run's comes after them all."""
-        return self.slots.index(slot) if slot in self.slots else len(self.slots)
+        return self._numbers.get(slot, len(self.slots))
+
+    @functools.cached_property
+    def _numbers(self) -> dict[Slot, int]:
+        return {slot: number for number, slot in enumerate(self.slots)}
 
     def take(self, spec: EngineSpec, timeout: float) -> list[Slot]:
         """Slots for one more engine: those of one that left, or of the cluster's that are free in ``timeout`` seconds.

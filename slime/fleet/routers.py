@@ -140,7 +140,8 @@ class Routers:
                 engines = membership.serving(model)
                 for url in self._engines[model].keys() - engines.keys():
                     self._leave_out(model, url)
-                urls = [url for url in engines if url not in self._engines[model].keys() | self._hanging]
+                known = self._engines[model].keys() | self._hanging
+                urls = [url for url in engines if url not in known]
                 bypass_proxies([urlsplit(url).hostname or "" for url in urls])
                 self._engines[model] |= {url: engines[url] for url in urls}
                 self._routers[model].open_engines = self._open

@@ -1,4 +1,4 @@
-"""Waiting for Ray calls: every wait has a deadline and ends at once when any process of the run dies."""
+"""Waiting for Ray calls: every wait has a deadline and ends within a second when any process of the run dies."""
 
 from __future__ import annotations
 
@@ -218,15 +218,25 @@ class Supervisor:
 
         When ``until()`` holds before all have answered, it is not waited any longer, and there are no answers.
         """
+        return list(self.answers(calls, phase, limit, until).values())
+
+    def answers(
+        self,
+        calls: Mapping[str, ray.ObjectRef],
+        phase: str,
+        limit: Deadline,
+        until: Callable[[], object] | None = None,
+    ) -> dict[str, Any]:
+        """`wait`, of whom each answer is."""
         dead_before = len(self._dead)
         deadline = time.monotonic() + limit.seconds
         names = {ref: who for who, ref in calls.items()}
         pending = dict.fromkeys(ref for ref, who in names.items() if who not in self._dead)
         while pending:
             if until is not None and until():
-                return []
+                return {}
             self._pass(pending, names, phase, limit, deadline, dead_before)
-        return [_get(ref) for ref, who in names.items() if who not in self._dead]
+        return {who: _get(ref) for ref, who in names.items() if who not in self._dead}
 
     def wait_until(self, condition: Callable[[], object], phase: str, limit: Deadline, who: str) -> None:
         """Wait for what a chore, or a death, brings about; RunError as of `wait`, where ``who`` took too long."""
@@ -256,7 +266,9 @@ class Supervisor:
         self._do_chores(phase)
         others = [ref for ref in self._background if ref not in names]
         _check_ray(phase)
-        for ref in _ready([*pending, *self._watches, *others], min(left, _POLL_S)):
+        # As many as are asked: for one after the other, as many waits would each look at all actors of the run. Where
+        # several are, an end, or a failure of one, is thus heeded a poll later at most.
+        for ref in _ready([*pending, *self._watches, *others], max(1, len(pending)), min(left, _POLL_S)):
             known = len(self._dead)
             if ref in self._watches:
                 self._mark_dead(ref, phase)
@@ -315,8 +327,9 @@ class Supervisor:
         return RunError(f"{phase}: Ray could not run {who} {version}: {' '.join(str(error).split())}")
 
 
-def _ready(refs: list[ray.ObjectRef], seconds: float) -> list[ray.ObjectRef]:
-    first, _ = ray.wait(refs, num_returns=1, timeout=seconds)
+def _ready(refs: list[ray.ObjectRef], least: int, seconds: float) -> list[ray.ObjectRef]:
+    """All that are there when so many are, or when the time is up."""
+    first, _ = ray.wait(refs, num_returns=least, timeout=seconds)
     if not first or len(refs) == 1:
         return list(first)
     every, _ = ray.wait(refs, num_returns=len(refs), timeout=0)

@@ -55,7 +55,7 @@ class PushProof:
 
     def meet(self, ask: Ask, engines: Sequence[EngineAddress]) -> None:
         """Have engines that are new forget what they have loaded so far (rank 0)."""
-        self._held = {engine: held for engine, held in self._held.items() if engine in engines}
+        self._held = {engine: self._held[engine] for engine in engines if engine in self._held}
         if new := [engine for engine in engines if engine not in self._held]:
             told = ask("begin the proof", self._loads, new)
             self._held |= {engine: _first_of(told[engine.url]) for engine in new}
@@ -88,6 +88,7 @@ class PushProof:
         """Compare what engines have loaded with what training ranks have sent, by ``words`` of each (rank 0).
         EngineError names engines, ranks and what differs."""
         noting = [engine for engine in engines if self._held.get(engine) is not None]
+        others = [engine for engine in engines if self._held.get(engine) is None]
         told: dict[str, list[Loaded]] = ask("prove", self._loads, noting)
         sent = {rank: Tally(*json.loads(text)) for rank, text in words.items()}
         expected = digests(self._samples)
@@ -99,7 +100,6 @@ class PushProof:
             self._held[engine] = _first_of(told[engine.url])
         if not problems:
             of_samples = {url: [_values(loaded) for loaded in ranks] for url, ranks in told.items()}
-            others = [engine for engine in engines if engine not in noting]
             if len(others) > 1:
                 checksums = ask("prove: checksums", lambda control: control.checksums_if_told(), others)
                 of_samples |= {url: [_as_held(rank) for rank in ranks] for url, ranks in checksums.items() if ranks}

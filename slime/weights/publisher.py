@@ -126,7 +126,7 @@ class WeightPublisher:
         start = time.monotonic()
         self._deadline = start + self.timeout
         self.engines = list(engines)
-        self._controls = {engine: control for engine, control in self._controls.items() if engine in engines}
+        self._controls = {engine: self._controls[engine] for engine in engines if engine in self._controls}
         update = _Update(version)
         if self._agreement is None and trainer_world_size() > 1:
             self._agreement = Agreement(self.rank, trainer_world_size())

@@ -36,9 +36,12 @@ class Supervisor:
     """Calls are answered at once; those of the dead never."""
 
     def wait(self, calls: Mapping[str, Any], phase: str, limit: Any) -> list[Any]:
+        return list(self.answers(calls, phase, limit).values())
+
+    def answers(self, calls: Mapping[str, Any], phase: str, limit: Any) -> dict[str, Any]:
         assert phase.startswith("probe weights of version ")
         dead = [name for name, answer in calls.items() if answer is None and name.startswith("engine")]
-        return [answer for name, answer in calls.items() if name not in dead]
+        return {name: answer for name, answer in calls.items() if name not in dead}
 
 
 class Trainers:

@@ -1,0 +1,1 @@
+"""A step on paper: the parts of `tools/simulate.py`."""
