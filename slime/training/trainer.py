@@ -34,6 +34,7 @@ from slime.training.loss.token_loss import (
     value_loss,
 )
 from slime.training.memory.log import MemoryLog
+from slime.training.memory.recorder import MemoryRecorder
 from slime.training.memory.weight_sets import REFERENCE, TEACHER
 from slime.training.micro_batch import MicroBatch
 from slime.training.packing import PackLayout
@@ -70,7 +71,8 @@ class RolloutTrainer:
         self.start_rollout_id, self.resumed_from = 0, None
         if self._found is not None:
             self.start_rollout_id, self.resumed_from = self._found[1] + 1, str(self._found[0])
-        self._memory, self._seconds = MemoryLog(), dict[str, float]()
+        self._recorder = MemoryRecorder(args, dist.get_rank())
+        self._memory, self._seconds = MemoryLog(self._recorder), dict[str, float]()
         self._kept_versions: list[int] = []
         self._layout = PackLayout(parallel, device.current_device(), columns_of(args), args, describe)
 
@@ -146,6 +148,7 @@ class RolloutTrainer:
         seconds["perf/train_time"] = whole.seconds
         numbers = {f"perf/{name}_train_tok_per_s": rate, "perf/trained_tokens": trained}
         steps[-1] |= seconds | numbers | self._memory.peaks()
+        self._recorder.after_rollout(rollout_id)
         return steps
 
     def _take_steps(
