@@ -139,9 +139,9 @@ class RolloutTrainer:
                     trained, goes_on = self._take_steps(rollout_id, packed, steps, (learner, loss, name))
                 if not goes_on:
                     break
-        interval = args.ref_update_interval
-        if interval is not None and (rollout_id + 1) % interval == 0:
-            self._actor.renew_reference()
+            if args.ref_update_interval is not None and (rollout_id + 1) % args.ref_update_interval == 0:
+                with self._span("ref_model_update"):
+                    self._actor.renew_reference()
         steps = [metrics for metrics in steps if metrics]
         total = sum(metrics.pop("tokens") for metrics in steps)
         rate = total / seconds[f"perf/{name}_train_time"]

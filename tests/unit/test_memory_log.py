@@ -43,7 +43,7 @@ def _fail(fails: bool = True) -> None:
 
 def trainer() -> MegatronTrainer:
     made = MegatronTrainer.__new__(MegatronTrainer)
-    off = Namespace(record_memory_history=False, memory_snapshot_num_steps=None, memory_snapshot_dir=None, run_dir="")
+    off = Namespace(record_memory_history=False, memory_snapshot_num_steps=None)
     made._memory = MemoryLog(MemoryRecorder(off, 0))
     with made._memory.phase("start"):
         pass

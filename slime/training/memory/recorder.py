@@ -66,9 +66,9 @@ class MemoryRecorder:
 
     def __init__(self, args: Namespace, rank: int) -> None:
         self._rank, self._rollouts_left = rank, args.memory_snapshot_num_steps
-        self._directory = Path(args.memory_snapshot_dir or Path(args.run_dir, "memory"))
         self._recording: _Torch | _Memray | None = None
         if args.record_memory_history:
+            self._directory = Path(args.memory_snapshot_dir or Path(args.run_dir, "memory"))
             with self._writing():
                 self._directory.mkdir(parents=True, exist_ok=True)
                 self._recording = _RECORDERS[args.memory_recorder](self._directory / f"rank{rank}")
