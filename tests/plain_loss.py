@@ -136,6 +136,10 @@ def plain_policy_loss(made: Inputs) -> tuple[dict[str, float], list[Tensor], lis
             loss = policy - args.entropy_coef * entropies[row][t]
             if made.ref is not None:
                 means["rollout/ref_log_probs"] = made.ref[row][t]
+            if made.ref is not None and args.kl_coef:
+                before = present[t] if made.old is None else made.old[row][t]
+                constant = Namespace(**vars(args) | {"use_unbiased_kl": False})
+                means["rollout/kl"] = float(_kl(constant, torch.tensor(before - made.ref[row][t]), torch.zeros(())))
             if made.ref is not None and args.use_kl_loss:
                 terms["train/kl_loss"] = _kl(args, log_probs[row][t] - made.ref[row][t], log_ratios[t])
                 loss = loss + args.kl_loss_coef * terms["train/kl_loss"]
@@ -163,6 +167,7 @@ def _names(made: Inputs) -> list[str]:
     opsm = ["train/opsm_clipfrac"] if made.args.use_opsm else []
     kl = ["train/kl_loss"] if made.args.use_kl_loss else []
     ref = ["rollout/ref_log_probs"] if made.ref is not None else []
+    ref += ["rollout/kl"] if made.ref is not None and made.args.kl_coef else []
     engine = ["rollout/rollout_log_probs", "train/train_rollout_kl", "train/train_rollout_logprob_abs_diff"]
     return (
         [f"train/{name}" for name in always]

@@ -7,6 +7,7 @@ import argparse
 import functools
 import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,7 +162,7 @@ def describe_placement(args: argparse.Namespace) -> str:
     lines = [f"placement: {args.placement}, {fleet.total} slots of one {'GPU' if device.is_cuda() else 'CPU'}"]
     lines += [f"  slot {slot}: {', '.join(names) or 'left empty'}" for slot, names in enumerate(users)]
     # A script for GPUs may be looked at where there are none.
-    reasons = (core_shortage(args), _no_attention(args, fleet, device.is_cuda()))
+    reasons = (core_shortage(args), *_what_trainers_lack(args, fleet, device.is_cuda()))
     lines += [f"warning: {reason}" for reason in reasons if reason]
     return "\n".join(lines)
 
@@ -186,8 +187,8 @@ def place(args: argparse.Namespace, fleet: Fleet) -> Placement:
             f"{flags}, or start more: `ray start --head {flag} {total}`"
         )
     _check_precision(args, fleet, gpus=resource == "GPU")
-    if reason := _no_attention(args, fleet, gpus=resource == "GPU"):
-        raise InputError(f"placement: {reason}")
+    if reasons := list(_what_trainers_lack(args, fleet, gpus=resource == "GPU")):
+        raise InputError(f"placement: {'; '.join(reasons)}")
     slots = _reserve(total, resource, args.placement_timeout)
     try:
         engines = [slots[place.start : place.stop] for place in fleet.places()]
@@ -223,14 +224,19 @@ def _release(slots: list[Slot]) -> None:
         remove_placement_group(group)
 
 
-def _no_attention(args: argparse.Namespace, fleet: Fleet, gpus: bool) -> str:
-    """Why trainers have no such attention there; empty where they have."""
+def _what_trainers_lack(args: argparse.Namespace, fleet: Fleet, gpus: bool) -> Iterator[str]:
+    """What the options ask of trainers that they do not have there."""
+    if not fleet.trainers:
+        return
     try:
-        if fleet.trainers:
-            check_attention(args, "cuda" if gpus else "cpu")
+        check_attention(args, "cuda" if gpus else "cpu")
     except OptionError as error:
-        return str(error)
-    return ""
+        yield str(error)
+    if args.record_memory_history and args.memory_recorder == "torch" and not gpus:
+        yield (
+            "--record-memory-history: --memory-recorder torch records what is allocated on GPUs, and there are none: "
+            "take memray, which records the host's memory, or drop it"
+        )
 
 
 def _check_precision(args: argparse.Namespace, fleet: Fleet, gpus: bool) -> None:

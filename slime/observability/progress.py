@@ -10,21 +10,13 @@ from pathlib import Path
 from typing import TextIO
 
 from slime.observability.history import is_eval_score
+from slime.observability.phases import STEP, longest, seconds_of
 
 logger = logging.getLogger(__name__)
 
 _REWARDS = ("rollout/raw_reward", "rollout/rewards")
 _LOSS = "train/loss"
 _PROBE = "rollout/push_probe_abs_diff"
-_WAIT = "perf/wait_for_rollout_time"
-_PHASES = {
-    "perf/rollout_time": "rollout",
-    "perf/train_time": "train",
-    "perf/update_weights_time": "weight update",
-    "perf/eval_time": "eval",
-    "perf/wait_for_eval_time": "eval",  # in its place: in the background it takes the step only as long
-    "perf/save_model_time": "save",
-}
 
 
 def done_line(args: Namespace) -> str:
@@ -40,8 +32,8 @@ def done_line(args: Namespace) -> str:
 
 def step_line(rollout_id: int, num_rollout: int, metrics: Mapping[str, float], verdict: str = "") -> str:
     """One line on a finished step: rollout (``rollout_id`` counts from 0, the line from 1), mean reward, loss,
-    difference of the last push's probe, evaluation, seconds, longest phase, and whether the run learns (``verdict``);
-    without what ``metrics``, all that was logged during the step, do not have."""
+    difference of the last push's probe, evaluation, seconds, longest of `phases`, and whether the run learns
+    (``verdict``); without what ``metrics``, all that was logged during the step, do not have."""
     parts = [f"rollout {rollout_id + 1}/{num_rollout}"]
     reward = next((metrics[key] for key in _REWARDS if key in metrics), None)
     if reward is not None:
@@ -53,16 +45,10 @@ def step_line(rollout_id: int, num_rollout: int, metrics: Mapping[str, float], v
     for key, value in metrics.items():
         if is_eval_score(key):
             parts.append(f"{key} {value:.3f}")
-    phases = {label: metrics[key] for key, label in _PHASES.items() if key in metrics}
-    if _WAIT in metrics:
-        # Generated in the background, a rollout takes the step only as long as it is waited for.
-        phases["rollout"] = metrics[_WAIT]
-    total = metrics.get("perf/step_time", sum(phases.values()))
-    if total:
-        parts.append(f"{total:.1f} s")
-    if phases:
-        longest = max(phases, key=phases.__getitem__)
-        parts.append(f"bound by {longest} ({phases[longest]:.1f} s)")
+    seconds = seconds_of(metrics)
+    if seconds[STEP]:
+        phase = longest(seconds)
+        parts += [f"{seconds[STEP]:.1f} s", f"bound by {phase} ({seconds[phase]:.1f} s)"]
     return " | ".join([*parts, verdict] if verdict else parts)
 
 

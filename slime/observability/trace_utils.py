@@ -1,5 +1,7 @@
 """What was done for each sample, in ``Sample.trace``: upstream's functions for hooks, by upstream's names.
 
+`export_trace`, `bind_trace_carrier` and `import_trace` take a trace to another process and what that did back.
+
 A trace is a *carrier*: a dict of plain values, with ``events`` in the order of their time, which debug dumps keep. Its
 spans are lines of the run's trace (`slime.observability.trace`) as well. Targets are samples, handles of their traces
 (`bind_trace`), and lists of both, however nested; of anything else nothing is recorded, as no hook may fail by this.
@@ -12,6 +14,7 @@ import functools
 import inspect
 import itertools
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +29,7 @@ logger = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _VERSION = 1
+_ENDS = ("span_start", "span_end")
 _OF_REQUEST = ("prompt_tokens", "completion_tokens", "cached_tokens")
 _OF_ENGINES_APART = (
     *(f"pd_prefill_{what}" for what in ("bootstrap_queue_duration", "forward_duration", "transfer_queue_duration")),
@@ -82,6 +86,54 @@ def bind_trace(sample: Any) -> TraceHandle:
     return TraceHandle(carrier["trace_id"], carrier, sample.index, sample.group_index, carrier["attempt"])
 
 
+def export_trace(target: Any) -> Any:
+    """What another process needs to go on with a sample's trace, to be sent as JSON: its ids, the span that this task
+    is in, and, of a trace that `bind_trace_carrier` began, the events of this process. Of several targets a list, of
+    anything else None."""
+    if isinstance(target, (list, tuple)):
+        return [export_trace(each) for each in target]
+    handles = _handles_of(target)
+    if not handles:
+        return None
+    (handle,) = handles
+    parent = _within.get().get(handle.trace_id) or handle.parent_span_id
+    sent = {"version": _VERSION, "trace_id": handle.trace_id, "attempt": handle.carrier["attempt"]}
+    sent |= {"sample_id": handle.sample_id, "group_id": handle.group_id, "parent_span_id": parent}
+    return {**sent, "events": list(handle.carrier["events"]) if handle.carrier.get("is_part") else []}
+
+
+def bind_trace_carrier(carrier: Any) -> TraceHandle | None:
+    """In another process: the target for what is done here for the sample whose trace `export_trace` gave. Spans here
+    lie within the one that it was exported in. None, which is a target of which nothing is recorded, where ``carrier``
+    is none of `export_trace`."""
+    if not isinstance(carrier, Mapping) or not isinstance(carrier.get("trace_id"), str):
+        return None
+    ids = {key: carrier.get(key) for key in ("sample_id", "group_id", "parent_span_id")}
+    attempt = carrier.get("attempt")
+    own: dict[str, Any] = {"version": _VERSION, "trace_id": carrier["trace_id"], "events": [], "is_part": True}
+    own["attempt"] = attempt if isinstance(attempt, int) else 0
+    return TraceHandle(own["trace_id"], own, attempt=own["attempt"], **ids)
+
+
+def import_trace(target: Any, carrier: Any) -> Any:
+    """Add to a sample's trace the events that another process has sent back by `export_trace`; ``target`` again.
+
+    Events have the times of that process's clock. What is there already, is of another trace or no event is left out:
+    what comes from elsewhere may be anything.
+    """
+    events = carrier.get("events") if isinstance(carrier, Mapping) else None
+    for handle in _handles_of(target):
+        if not isinstance(events, list) or carrier.get("trace_id") != handle.trace_id:
+            logger.warning("import_trace: no trace of sample %s: nothing is added to it", handle.sample_id)
+            continue
+        known = handle.carrier["events"]
+        whose = {"sample_id": handle.sample_id, "group_id": handle.group_id, "trace_id": handle.trace_id}
+        told = [{**_plain(event), **whose} for event in events if _is_event(event)]
+        # In place: other handles have this list.
+        known[:] = sorted([*known, *(event for event in told if event not in known)], key=lambda event: event["ts"])
+    return target
+
+
 def trace_event(target: Any, name: str, *, attrs: Mapping[str, Any] | None = None) -> None:
     """Record a moment."""
     handles = _handles_of(target)
@@ -104,7 +156,7 @@ def trace_span(
     outer, ids = _within.get(), [f"{next(_span_ids):x}" for _ in handles]
     begun = time.time()
     for handle, own in zip(handles, ids, strict=True):
-        parent = handle.parent_span_id or outer.get(handle.trace_id)
+        parent = outer.get(handle.trace_id) or handle.parent_span_id
         _record(handle, "span_start", name, begun, attrs, span_id=own, parent_span_id=parent)
     inner = {handle.trace_id: own for handle, own in zip(handles, ids, strict=True)}
     token = _within.set({**outer, **inner})
@@ -198,6 +250,15 @@ def _handles_of(target: Any) -> list[TraceHandle]:
     if isinstance(target, (list, tuple)):
         return [handle for each in target for handle in _handles_of(each)]
     return [bind_trace(target)] if hasattr(target, "group_index") and hasattr(target, "index") else []
+
+
+def _is_event(told: Any) -> bool:
+    """Whether it has what readers of a trace count on."""
+    if not isinstance(told, Mapping) or not isinstance(told.get("name"), str):
+        return False
+    at, kind, of_span = told.get("ts"), told.get("type"), isinstance(told.get("span_id"), str)
+    is_time = isinstance(at, (int, float)) and not isinstance(at, bool) and math.isfinite(at)
+    return is_time and isinstance(told.get("attempt"), int) and (kind == "event" or (kind in _ENDS and of_span))
 
 
 def _record(

@@ -137,6 +137,18 @@ class DebugOptions:
     )
     profile_step_start: int = option(1, "The first rollout that is recorded, counted from 0.", at_least=0)
     profile_step_end: int = option(2, "The rollout after the last recorded one.", at_least=1)
+    record_memory_history: bool = option(
+        False,
+        "Record, on every training rank from its start on, which code allocates memory: a snapshot is written of a "
+        "phase that does not fit into the GPU, and after --memory-snapshot-num-steps.",
+    )
+    memory_recorder: Literal["torch", "memray"] = option(
+        "torch", "Which memory: torch, that of GPUs, or by memray (pip install memray) the host's."
+    )
+    memory_snapshot_dir: str | None = option(None, "Directory of snapshots; default memory in the run directory.")
+    memory_snapshot_num_steps: int | None = option(
+        None, "Rollouts trained on after which each rank writes its snapshot, and records no more.", at_least=1
+    )
     ci_test: bool = option(False, "Stop the run when something that must hold in every run does not.")
     ci_disable_kl_checker: bool = option(False, "Skip the checks of the KL divergence on the first rollout.")
     ci_train_rollout_logprob_abs_diff_threshold: float = option(
@@ -161,6 +173,18 @@ RULES = (
     Rule("load_debug_rollout_data", "needs", "num_rollout!=None", ": there are no epochs of recorded rollouts"),
     Rule("load_debug_rollout_data_subsample", "needs", "load_debug_rollout_data"),
     Rule("profile_step_start", "is not before", "profile_step_end", when="profile_target"),
+    Rule(
+        "memory_recorder=memray memory_snapshot_dir!=None memory_snapshot_num_steps!=None",
+        "needs",
+        "record_memory_history",
+    ),
+    Rule("record_memory_history", "has no effect with", "placement=rollout_only", ": nothing is trained"),
+    Rule(
+        "memory_recorder=memray",
+        "needs",
+        "memory_snapshot_num_steps!=None",
+        ": a host without memory ends a process before it could write anything",
+    ),
 )
 
 
@@ -181,10 +205,12 @@ def derive_subsample(args: Namespace) -> None:
 
 
 def check_profile(args: Namespace) -> None:
-    """Refuse, by an OptionError, to record parts within each other at once."""
+    """Refuse, by an OptionError, to record parts within each other at once, or by a package that is not there."""
     targets = args.profile_target or []
     if "train_overall" in targets and len(targets) > 1:
         raise OptionError(f"--profile-target {' '.join(targets)}: train_overall has all of them")
+    if args.memory_recorder == "memray" and importlib.util.find_spec("memray") is None:
+        raise OptionError("--memory-recorder memray: not installed here: pip install memray")
 
 
 def check_trackers(args: Namespace) -> None:

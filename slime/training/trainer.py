@@ -34,6 +34,7 @@ from slime.training.loss.token_loss import (
     value_loss,
 )
 from slime.training.memory.log import MemoryLog
+from slime.training.memory.recorder import MemoryRecorder
 from slime.training.memory.weight_sets import REFERENCE, TEACHER
 from slime.training.micro_batch import MicroBatch
 from slime.training.packing import PackLayout
@@ -70,7 +71,8 @@ class RolloutTrainer:
         self.start_rollout_id, self.resumed_from = 0, None
         if self._found is not None:
             self.start_rollout_id, self.resumed_from = self._found[1] + 1, str(self._found[0])
-        self._memory, self._seconds = MemoryLog(), dict[str, float]()
+        self._recorder = MemoryRecorder(args, dist.get_rank())
+        self._memory, self._seconds = MemoryLog(self._recorder), dict[str, float]()
         self._kept_versions: list[int] = []
         self._layout = PackLayout(parallel, device.current_device(), columns_of(args), args, describe)
 
@@ -137,15 +139,16 @@ class RolloutTrainer:
                     trained, goes_on = self._take_steps(rollout_id, packed, steps, (learner, loss, name))
                 if not goes_on:
                     break
-        interval = args.ref_update_interval
-        if interval is not None and (rollout_id + 1) % interval == 0:
-            self._actor.renew_reference()
+            if args.ref_update_interval is not None and (rollout_id + 1) % args.ref_update_interval == 0:
+                with self._span("ref_model_update"):
+                    self._actor.renew_reference()
         steps = [metrics for metrics in steps if metrics]
         total = sum(metrics.pop("tokens") for metrics in steps)
         rate = total / seconds[f"perf/{name}_train_time"]
         seconds["perf/train_time"] = whole.seconds
         numbers = {f"perf/{name}_train_tok_per_s": rate, "perf/trained_tokens": trained}
         steps[-1] |= seconds | numbers | self._memory.peaks()
+        self._recorder.after_rollout(rollout_id)
         return steps
 
     def _take_steps(

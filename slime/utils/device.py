@@ -280,6 +280,21 @@ def out_of_memory(error: BaseException) -> str:
     return next((line for line in lines if any(words in line for words in _USED_UP)), "")
 
 
+def record_allocations(entries: int) -> None:
+    """Note the stack of everything that is allocated on GPUs from now on, and of the last so many events all of it."""
+    torch.cuda.memory._record_memory_history(max_entries=entries)
+
+
+def stop_recording() -> None:
+    """Undo `record_allocations`, and forget what it noted."""
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def dump_allocations(file: Path) -> None:
+    """Write what `record_allocations` noted: a pickle of torch's, which https://pytorch.org/memory_viz draws."""
+    torch.cuda.memory._dump_snapshot(str(file))
+
+
 def reset_peak() -> None:
     """Start `Memory.peak` anew."""
     if is_cuda():

@@ -366,6 +366,8 @@ def _policy_loss(
     loss = pg - args.entropy_coef * entropy
     if known.reference is not None:
         report["rollout/ref_log_probs"] = known.reference[row]
+        if args.kl_coef:
+            report["rollout/kl"] = _kl(args, known.trainer[row], known.reference[row])
         if args.use_kl_loss:
             kl = _kl(args, log_probs, known.reference[row])
             if args.use_unbiased_kl:

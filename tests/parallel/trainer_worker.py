@@ -412,9 +412,11 @@ class Rank:
             options = {"ref_update_interval": 2, "save": str(saved)}
             trainer = MegatronTrainer(self.arguments(case, **options))
             first = self.reference_of(trainer)
-            self.train(trainer, case, 0, 1)
+            metrics = self.train(trainer, case, 0, 1)
             assert same(self.reference_of(trainer), first)
-            self.train(trainer, case, 1, 2)
+            metrics += self.train(trainer, case, 1, 2)
+            last = [step for step in metrics if "perf/train_time" in step]
+            assert ["perf/ref_model_update_time" in step for step in last] == [False, True]
             second = gathering.weights(trainer)
             self.train(trainer, case, 2, 3)
             assert same(self.reference_of(trainer), second)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slime.backends.megatron import patches
 from slime.convert.arguments import parse_model_args
-from slime.fleet.placement import _no_attention, describe_placement
+from slime.fleet.placement import _what_trainers_lack, describe_placement
 from slime.options import training
 from slime.options.checks import attention as table
 from slime.options.checks.attention import KERNELS, Needs, choose
@@ -252,12 +252,12 @@ def test_bounds_of_lengths(
 def test_placement_knows_the_device(parse: Parse) -> None:
     args = parse("--bf16 --attention-backend flash", without="--fp32")
     fleet: Any = Namespace(trainers=1, engines=[])
-    assert not _no_attention(args, fleet, gpus=True)
+    assert not list(_what_trainers_lack(args, fleet, gpus=True))
     refusal = "--attention-backend flash: torch's FlashAttention 2 is for GPUs, and this host has none: take unfused"
-    assert _no_attention(args, fleet, gpus=False) == refusal
+    assert list(_what_trainers_lack(args, fleet, gpus=False)) == [refusal]
     assert describe_placement(args).splitlines()[-1] == f"warning: {refusal}"
     fleet.trainers = 0
-    assert not _no_attention(args, fleet, gpus=False)
+    assert not list(_what_trainers_lack(args, fleet, gpus=False))
 
 
 class _Fa4(ModuleType):

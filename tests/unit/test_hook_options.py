@@ -91,6 +91,12 @@ def test_dump_details_is_both_templates(directory: Path, parse: Parse) -> None:
 --profile-target train_actor train_overall -> train_actor train_overall: train_overall has all of them
 --profile-target train_actors -> argument --profile-target: invalid choice: 'train_actors'
 --profile-target train_actor --profile-step-start 2 -> --profile-step-start 2 is not before --profile-step-
+--memory-snapshot-dir d -> --memory-snapshot-dir d needs --record-memory-history
+--memory-snapshot-num-steps 2 --memory-recorder torch -> --memory-snapshot-num-steps 2 needs --record-memory-history
+--record-memory-history --memory-snapshot-num-steps 0 -> must be at least 1, not 0
+--record-memory-history --memory-snapshot-dir /proc/none -> --memory-snapshot-dir /proc/none:
+--record-memory-history --debug-rollout-only -> --record-memory-history has no effect with --debug-rollout-only: noth
+--record-memory-history --memory-recorder memray -> --memory-recorder memray needs --memory-snapshot-num-steps: a host
 --use-pytorch-profiler -> --use-pytorch-profiler is not available: use --profile-target
 """
 )

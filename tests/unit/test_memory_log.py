@@ -15,6 +15,7 @@ from slime.backends.megatron.trainer import MegatronTrainer
 from slime.files.hf_writer import NamedTensors
 from slime.ray.train_actor import TrainActor
 from slime.training.memory.log import DeviceMemoryError, MemoryLog
+from slime.training.memory.recorder import MemoryRecorder
 from slime.weights.publisher import WeightPublisher
 from tests.fake_control import FakeControl, addresses_of
 
@@ -42,7 +43,8 @@ def _fail(fails: bool = True) -> None:
 
 def trainer() -> MegatronTrainer:
     made = MegatronTrainer.__new__(MegatronTrainer)
-    made._memory = MemoryLog()
+    off = Namespace(record_memory_history=False, memory_snapshot_num_steps=None)
+    made._memory = MemoryLog(MemoryRecorder(off, 0))
     with made._memory.phase("start"):
         pass
     return made

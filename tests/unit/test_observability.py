@@ -263,8 +263,8 @@ def test_step_line_names_the_phase_that_took_longest() -> None:
     )
     with_probe = step_line(11, 60, metrics | {"rollout/push_probe_abs_diff": 3.21e-7})
     assert with_probe.startswith("rollout 12/60 | reward 0.414 | loss -0.0012 | probe 3e-07 | eval/aime-2024 0.530 | ")
-    assert step_line(11, 60, metrics | {"perf/train_time": 2.5}).endswith("bound by train (2.5 s)")
-    assert step_line(11, 60, metrics | {"perf/update_weights_time": 2}).endswith("bound by weight update (2.0 s)")
+    assert step_line(11, 60, metrics | {"perf/train_time": 2.5}).endswith("bound by training (2.5 s)")
+    assert step_line(11, 60, metrics | {"perf/update_weights_time": 2}).endswith("bound by push (2.0 s)")
 
 
 def test_done_line_says_where_the_results_are() -> None:
@@ -278,11 +278,11 @@ def test_done_line_says_where_the_results_are() -> None:
 
 def test_step_line_counts_of_a_background_rollout_what_was_waited_for() -> None:
     metrics = {"perf/rollout_time": 9.0, "perf/wait_for_rollout_time": 0.5, "perf/train_time": 0.9}
-    assert step_line(0, 3, metrics) == "rollout 1/3 | 1.4 s | bound by train (0.9 s)"
+    assert step_line(0, 3, metrics) == "rollout 1/3 | 1.4 s | bound by training (0.9 s)"
     assert step_line(0, 3, metrics | {"perf/wait_for_rollout_time": 2.0}).endswith("bound by rollout (2.0 s)")
 
 
 def test_step_line_leaves_out_what_was_not_logged() -> None:
     assert step_line(0, 3, {}) == "rollout 1/3"
     line = step_line(0, 3, {"train/loss": 2.5, "perf/rollout_time": 0.1, "perf/train_time": 0.5})
-    assert line == "rollout 1/3 | loss 2.5000 | 0.6 s | bound by train (0.5 s)"
+    assert line == "rollout 1/3 | loss 2.5000 | 0.6 s | bound by training (0.5 s)"

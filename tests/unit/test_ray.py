@@ -276,7 +276,7 @@ def test_the_first_evaluation_has_a_line_and_is_not_repeated_on_resume(
     first = make_run(tmp_path, 0, {"eval/add": 0.25})
     assert first.scores_its_start()
     first.evaluate(0)
-    assert capsys.readouterr().out == "rollout 0/9 | eval/add 0.250 | 2.5 s | bound by eval (2.5 s)\n"
+    assert capsys.readouterr().out == "rollout 0/9 | eval/add 0.250 | 2.5 s | bound by evaluation (2.5 s)\n"
     first.evaluate(4)
     assert not capsys.readouterr().out, "the step's line will have it"
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -304,9 +304,9 @@ def test_scores_from_the_background_are_those_of_their_version(
     with run.step(4):
         pass
     scores, step = capsys.readouterr().out.splitlines()
-    assert scores == "rollout 3/9 | eval/add 0.250 | 2.5 s | bound by eval (2.5 s)"
+    assert scores == "rollout 3/9 | eval/add 0.250 | 2.5 s | bound by evaluation (2.5 s)"
     assert step.startswith("rollout 5/9 | reward 0.500 | ")
-    assert "bound by eval (0.0 s)" in step, "of the step only what it waited"
+    assert step.endswith(" | bound by other (0.0 s)"), "of the step only what it waited"
 
 
 def test_handing_over_has_the_time_that_prompts_may_take() -> None:

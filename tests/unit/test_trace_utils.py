@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,10 @@ from slime.observability import trace
 from slime.observability.trace_utils import (
     TraceHandle,
     bind_trace,
+    bind_trace_carrier,
     build_sglang_meta_trace_attrs,
+    export_trace,
+    import_trace,
     trace_event,
     trace_function,
     trace_next_attempt,
@@ -196,3 +201,76 @@ def test_dumps_keep_it_and_are_not_changed_later() -> None:
 def test_what_an_engine_tells(meta: dict[str, Any], attrs: dict[str, Any]) -> None:
     assert build_sglang_meta_trace_attrs(meta) == attrs | {"sglang_request_id": "r1"}
     assert build_sglang_meta_trace_attrs({}) == {}
+
+
+_ELSEWHERE = """
+import json, sys
+from slime.observability.trace_utils import bind_trace_carrier, export_trace, trace_event, trace_span
+handle = bind_trace_carrier(json.load(sys.stdin))
+with trace_span(handle, "environment", attrs={"host": "b"}):
+    with trace_span(handle, "tool"):
+        trace_event(handle, "cache_missed")
+json.dump(export_trace(handle), sys.stdout)
+"""
+
+
+def test_another_process_goes_on_with_a_trace_and_sends_back_what_it_did() -> None:
+    """Within the span that its request was sent in; and once, however often the answer comes."""
+    sample = sample_of()
+    trace_next_attempt(sample)
+    with trace_span(sample, "ask"):
+        sent = json.dumps(export_trace(sample))
+        command = [sys.executable, "-c", _ELSEWHERE]
+        answer = subprocess.run(command, input=sent, check=True, stdout=subprocess.PIPE, text=True, timeout=60).stdout
+        assert import_trace(sample, json.loads(answer)) is sample
+        import_trace(sample, json.loads(answer))
+    assert json.loads(sent)["events"] == []
+    assert events_of(sample, "type", "name", "sample_id", "attempt")[1:] == [
+        ("span_start", "ask", 3, 1),
+        ("span_start", "environment", 3, 1),
+        ("span_start", "tool", 3, 1),
+        ("event", "cache_missed", 3, 1),
+        ("span_end", "tool", 3, 1),
+        ("span_end", "environment", 3, 1),
+        ("span_end", "ask", 3, 1),
+    ]
+    begun = [event for event in sample.trace["events"] if event["type"] == "span_start"]  # type: ignore[index]
+    assert [event.get("parent_span_id") for event in begun] == [None, begun[0]["span_id"], begun[1]["span_id"]]
+    assert begun[1]["attrs"] == {"host": "b"}
+
+
+def test_several_samples_and_one_that_is_none() -> None:
+    samples = [sample_of(1), sample_of(2)]
+    assert [carrier["sample_id"] for carrier in export_trace(samples)] == [1, 2]
+    assert export_trace({"no": "sample"}) is None
+    assert export_trace(bind_trace(samples[0])) == export_trace(samples[0])
+
+
+@pytest.mark.parametrize("carrier", [None, 3, [], {}, {"trace_id": 4}])
+def test_no_carrier_is_a_target_of_which_nothing_is_recorded(carrier: Any) -> None:
+    handle = bind_trace_carrier(carrier)
+    assert handle is None
+    with trace_span(handle, "tool"):
+        trace_event(handle, "found")
+    sample = sample_of()
+    before = export_trace(sample)
+    assert import_trace(sample, carrier) is sample
+    assert export_trace(sample) == before
+
+
+def test_what_comes_from_elsewhere_may_be_anything() -> None:
+    """Of a trace that is its own, events with what readers count on are taken, as plain values of this sample's."""
+    sample = sample_of()
+    carrier = export_trace(sample)
+    good = {"type": "event", "name": "found", "ts": 5.0, "attempt": 0, "sample_id": 99, "attrs": {"of": object}}
+    bad = [
+        *({**good, key: None} for key in ("type", "name", "ts", "attempt")),
+        *({**good, "ts": at} for at in (float("nan"), "5", True)),
+        *({**good, "type": "span_end"}, {**good, "type": "other"}, "found", None),
+    ]
+    import_trace(sample, {**carrier, "events": [*bad, good]})
+    assert events_of(sample, "name", "sample_id", "ts") == [("found", 3, 5.0)]
+    json.dumps(sample.trace)
+    import_trace(sample, {**carrier, "trace_id": "another", "events": [{**good, "name": "other"}]})
+    import_trace(sample, {**carrier, "events": {}})
+    assert len(events_of(sample, "name")) == 1

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from slime.observability.phases import NAMES, OTHER, PHASES, STEP
+from slime.observability.progress import step_line
 from slime.utils.errors import BadInputError
 from tests.recorded_run import START, append, metric_lines, spans, write_run, write_trace
 from tools.tracing.lines import Recording
 from tools.viewing.run import RunSite
-from tools.viewing.steps import NAMES, OTHER, PHASES, RULES, STEP, Steps, bound_by, seconds_of
+from tools.viewing.steps import RULES, Steps, bound_by, seconds_of
 from tools.viewing.traces import Traces, lanes, memory
 from tools.website.registry import unregistered
 
@@ -79,6 +81,13 @@ def test_every_rule_can_hold_and_every_phase_has_one() -> None:
     assert {rule.bound_by for rule in RULES} == {*NAMES, "rewards", "tools"}
     keys = {key for phase in PHASES for keys in phase.keys for key in keys}
     assert unregistered(keys) == []
+
+
+@pytest.mark.parametrize("key", [keys[0] for phase in PHASES for keys in phase.keys])
+def test_the_line_of_a_step_says_what_its_page_says(key: str) -> None:
+    metrics = {**QUIET, "perf/step_time": 12.0, key: 8.0}
+    name, _ = bound_by(seconds_of(metrics))
+    assert step_line(0, 1, metrics).endswith(f" | 12.0 s | bound by {name} ({seconds_of(metrics)[name]:.1f} s)")
 
 
 def test_phases_add_up_to_the_step() -> None:

@@ -10,11 +10,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from slime.observability.phases import STEP
 from slime.utils.errors import BadInputError
 from tools.viewing.curves import Curve, Curves, about, points
 from tools.viewing.dumps import Dumps, options_of, rewards
 from tools.viewing.faults import Faults
-from tools.viewing.steps import STEP, Steps, bound_by
+from tools.viewing.steps import Steps, bound_by
 from tools.viewing.tail import Tail, object_of
 from tools.viewing.traces import Traces, lanes, memory
 

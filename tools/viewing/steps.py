@@ -9,38 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Seconds = Mapping[str, float]
-"""Of one step: by phase, by `STEP` the whole, and what else sentences name."""
-STEP, OTHER = "step", "other"
+from slime.observability import phases
+from slime.observability.phases import ENDS, NAMES, OTHER, STEP, Seconds, longest, times_of
 
-
-@dataclass(frozen=True)
-class Phase:
-    """A part of a step as its driver sees it: the metrics that add up to it, of which the first known one of each
-    tuple counts."""
-
-    name: str
-    keys: tuple[tuple[str, ...], ...]
-
-
-PHASES = (
-    # Generated in the background, a rollout takes the step only as long as it is waited for.
-    Phase("rollout", (("perf/wait_for_rollout_time", "perf/rollout_time"),)),
-    Phase("training", (("perf/train_time",), ("perf/transfer_time",))),
-    Phase("push", (("perf/update_weights_time",),)),
-    Phase(
-        "sleep and wake",
-        (
-            *(("perf/sleep_trainers_time",), ("perf/wake_trainers_time",)),
-            *(("perf/release_engines_time",), ("perf/resume_engines_time",)),
-        ),
-    ),
-    Phase("evaluation", (("perf/wait_for_eval_time", "perf/eval_time"),)),
-    Phase("saving", (("perf/save_model_time",),)),
-)
-NAMES = (*(phase.name for phase in PHASES), OTHER)
 _DETAILS = {"ahead": "perf/rollout_ahead_time", "mended": "perf/recovery_time", "actor": "perf/actor_train_time"}
-_BEGINS, _ENDS = "perf/wait_for_rollout_time", "perf/step_time"
+_BEGINS = "perf/wait_for_rollout_time"
 _MOSTLY = 0.5
 
 
@@ -54,13 +27,13 @@ class Rule:
 
 
 def _longest(name: str) -> Callable[[Seconds], bool]:
-    return lambda seconds: name == max(NAMES, key=lambda each: seconds.get(each, 0.0))
+    return lambda seconds: name == longest(seconds)
 
 
 def _idle(what: str) -> Callable[[Seconds], bool]:
     """For most of the time in which samples were made no request was at an engine, and this was waited for."""
-    longest = _longest("rollout")
-    return lambda seconds: longest(seconds) and seconds.get(what, 0.0) > _MOSTLY * seconds.get("made", 0.0)
+    is_longest = _longest("rollout")
+    return lambda seconds: is_longest(seconds) and seconds.get(what, 0.0) > _MOSTLY * seconds.get("made", 0.0)
 
 
 RULES = (
@@ -98,28 +71,10 @@ RULES = (
 
 
 def seconds_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The phases of a step, of all metrics that were logged during it.
-
-    What no phase accounts for is `OTHER`; where phases overlap, and add up to more than the step, it is 0.
-    """
-    known = {key: float(value) for key, value in metrics.items() if key.startswith("perf/") and _is_number(value)}
-    seconds = {phase.name: sum(_first(known, keys) for keys in phase.keys) for phase in PHASES}
-    total = sum(seconds.values())
-    step = known.get(_ENDS, total)
-    return {
-        **seconds,
-        OTHER: max(0.0, step - total),
-        STEP: step,
-        **{name: known[key] for name, key in _DETAILS.items() if key in known},
-    }
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
-
-
-def _first(known: Mapping[str, float], keys: tuple[str, ...]) -> float:
-    return next((known[key] for key in keys if key in known), 0.0)
+    """The phases of a step, of all metrics that were logged during it, and what sentences name besides."""
+    known = times_of(metrics)
+    details = {name: known[key] for name, key in _DETAILS.items() if key in known}
+    return {**phases.seconds_of(metrics), **details}
 
 
 def bound_by(seconds: Seconds) -> tuple[str, str]:
@@ -145,7 +100,7 @@ class Steps:
             self._under_way = {}
         self._under_way.update(line)
         step = line.get("rollout/step")
-        if _ENDS not in line or not isinstance(step, int):
+        if ENDS not in line or not isinstance(step, int):
             return
         while self.x and self.x[-1] >= step:
             self.x.pop()

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from slime.data.routes import RouteShape
 from slime.data.rows.dataset import data_warnings, dataset_of
 from slime.data.source.users_class import make_data_source, num_prompts, num_rollout
+from slime.driver.preflight import host_memory
 from slime.driver.preflight.patch_report import lines as patches_of
 from slime.driver.preflight.places import place_warnings, room_warnings
 from slime.driver.schedule import check_remaining
@@ -35,6 +36,7 @@ def dry_run(args: argparse.Namespace) -> None:
     print(*patches_of(args), sep="\n")
     print(describe_placement(args))
     print(describe_models(args), *_routes(args), sep="\n")
+    print(*host_memory.lines(args), sep="\n")
     # Again: those lines have driven them from the screen.
     print(*_as_warnings(args.option_warnings), *found, "ok: the run can start", sep="\n")
 

@@ -65,8 +65,18 @@ def room_warnings(args: argparse.Namespace) -> list[str]:
 
 def checkpoint_bytes(args: argparse.Namespace, parameters: int) -> int:
     """About what a checkpoint takes: weights, and the optimizer's own copy of them with its moments, in float32."""
+    return parameters * (weight_bytes(args) + _STATE_BYTES + moment_bytes(args))
+
+
+def moment_bytes(args: argparse.Namespace) -> int:
+    """Of one parameter: what the optimizer keeps of it besides its value."""
     moments = 2 if args.optimizer != "sgd" else int(bool(args.sgd_momentum))
-    return parameters * (_weight_bytes(args) + _STATE_BYTES * (1 + moments))
+    return _STATE_BYTES * moments
+
+
+def weight_bytes(args: argparse.Namespace) -> int:
+    """Of one parameter, in the type that the model has it in."""
+    return 4 if args.params_dtype == "float32" else 2
 
 
 def expected_checkpoint_bytes(args: argparse.Namespace) -> int | None:
@@ -95,8 +105,4 @@ def _saves(args: argparse.Namespace) -> Iterator[tuple[str, str, int, int]]:
             yield flag_named(name), place, count, checkpoint_bytes(args, parameters)
     if args.save_hf:
         replaces = exports_after(args, 0)["save_hf"] == exports_after(args, 1)["save_hf"]
-        yield "--save-hf", args.save_hf, 1 if replaces else count, parameters * _weight_bytes(args)
-
-
-def _weight_bytes(args: argparse.Namespace) -> int:
-    return 4 if args.params_dtype == "float32" else 2
+        yield "--save-hf", args.save_hf, 1 if replaces else count, parameters * weight_bytes(args)

@@ -32,6 +32,7 @@ _PLACES = {
     **dict.fromkeys(("dump_details", "save_debug_rollout_data", "save_debug_train_data")),
     "tb_project_name": "use_tensorboard",
     "wandb_dir": "use_wandb",
+    "memory_snapshot_dir": "record_memory_history",
 }
 """Options that name directories, or files in directories, that a run makes, and by which switch it does."""
 
@@ -63,7 +64,7 @@ def derive_checkpoints(args: Namespace) -> SavedModel | None:
     """
     args.launch_dir = os.getcwd()
     args.run_dir = args.run_dir or args.save or os.path.join("outputs", time.strftime("%Y%m%d-%H%M%S"))
-    for name in ("run_dir", "load", "save", "ref_load"):
+    for name in ("run_dir", "load", "save", "ref_load", "memory_snapshot_dir"):
         if getattr(args, name) is not None:
             setattr(args, name, os.path.abspath(os.path.expanduser(getattr(args, name))))
     if args.ref_load is not None and not os.path.isdir(args.ref_load):

@@ -71,8 +71,6 @@ NOT_YET: dict[str, str] = {
     "use --global-batch-size or --num-steps-per-rollout": "--use-dynamic-global-batch-size",
     "drop it: a checkpoint has the optimizer's state; --save-hf writes weights alone": "--no-save-optim",
     "drop it: metrics.jsonl has train/grad_norm": "--ci-load-grad-norm --ci-save-grad-norm",
-    "use --profile-target": """
-        --memory-recorder --memory-snapshot-dir --memory-snapshot-num-steps --record-memory-history""",
 }
 """Flags that later versions will have, by what to do until then: when one comes, its name goes."""
 

@@ -65,6 +65,9 @@ def policy_loss(args: Namespace, batch: MicroBatch, log_probs: Tensor, entropy: 
         result.means["train/opsm_clipfrac"] = 1 - keep
     pg_loss, more = corrected(args, batch, pg_loss, old if batch.old_log_probs is not None else present)
     result.means |= more
+    if args.kl_coef != 0 and batch.ref_log_probs is not None:
+        trainer = present if batch.old_log_probs is None else batch.old_log_probs
+        result.means["rollout/kl"] = losses.kl_estimate(trainer, batch.ref_log_probs, args.kl_loss_type)
     if args.custom_pg_loss_reducer_function_path is None:
         result.loss = result.terms["train/pg_loss"] = pg_loss
     else:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from slime.observability.trace import span
+from slime.training.memory.recorder import MemoryRecorder
 from slime.utils import device
 from slime.utils.errors import SlimeError
 
@@ -29,8 +30,10 @@ class DeviceMemoryError(SlimeError):
 class MemoryLog:
     """The latest figures of each phase, in the order in which phases first came."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: MemoryRecorder) -> None:
+        """``recorder`` has a snapshot to write of a phase that does not fit."""
         self._phases: dict[str, device.Memory] = {}
+        self._recorder = recorder
 
     @contextmanager
     def phase(self, name: str, **fields: Any) -> Iterator[span]:
@@ -46,7 +49,8 @@ class MemoryLog:
                 raise
             self._phases[f"{name} (did not fit)"] = device.memory()
             advice = {"push": _PUSH_ADVICE, "save": _SAVE_ADVICE}.get(name, _ADVICE)
-            raise DeviceMemoryError(f"{name}: {reason}\n{self.table()}\nwhat helps: {advice}") from error
+            lines = [f"{name}: {reason}", self.table(), f"what helps: {advice}", self._recorder.after_failure(name)]
+            raise DeviceMemoryError("\n".join(filter(None, lines))) from error
         self._phases[name] = device.memory()
 
     def peaks(self) -> dict[str, float]:
