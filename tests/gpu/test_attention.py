@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,8 @@ from slime.options.checks import attention as table
 from slime.utils import device
 from tests.gpu.test_loop import Record, check, run
 from tests.gpu.test_passes import check_same_bits, trained_model
+from tests.integration.harness import ROOT
+from tests.integration.test_train import Value
 from tests.parallel import tiny
 
 NUM_GPUS = 1
@@ -207,6 +211,10 @@ def test_passes_with_and_without_gradients_have_the_same_bits(
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_loop(kernel: str, workspace: Path, record_property: Record) -> None:
     """Of two rollouts, the first step of each on policy (``--ci-test``)."""
-    able(kernel, widths=(32, 32))
-    run_dir = run(workspace, f"attention_{kernel}", num_rollout=2, attention_backend=kernel, ci_test=True)
+    able(kernel)
+    make = [sys.executable, str(ROOT / "tools/make_tiny_model.py"), str(workspace / f"model_{kernel}")]
+    make += ["--hidden-size", "512", "--num-heads", "4", "--num-kv-heads", "2"]
+    subprocess.run(make, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    model: dict[str, Value] = dict.fromkeys(("hf_checkpoint", "ref_load"), make[2])
+    run_dir = run(workspace, f"attention_{kernel}", num_rollout=2, attention_backend=kernel, ci_test=True, **model)
     check(run_dir, 2, record_property)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
-from slime.backends.sglang import cpu_stand_ins
+from slime.backends.sglang import cpu_stand_ins, fixes
 from slime.processes.heartbeat import DIRECTORY_VARIABLE
 from slime.processes.server_process import FLOAT8_VARIABLE, GENERATE_KEY_VARIABLE
 from slime.utils.patching import ALLOW_VARIABLE, version_of
@@ -90,6 +92,14 @@ def test_every_process_of_a_server_has_the_fixes(tmp_path: Path) -> None:
     counts = sorted(int.from_bytes(numbers.read_bytes()[:8], sys.byteorder) for numbers in beats.iterdir())
     assert len(counts) == 2, "its fork beats for itself"
     assert counts[-1] > 1, "a beat a second"
+
+
+def test_processes_that_a_server_spawns_read_its_models_config() -> None:
+    fixes.register_configs()
+    config = AutoConfig.for_model("mimo", hidden_size=48)
+    read = "import pickle, sys; print(pickle.load(sys.stdin.buffer).hidden_size)"
+    ran = subprocess.run([sys.executable, "-c", read], input=pickle.dumps(config), capture_output=True, timeout=300)
+    assert ran.stdout.split() == [b"48"], ran.stderr
 
 
 @pytest.mark.parametrize("loads", [True, False])

@@ -223,8 +223,9 @@ class EngineControl:
         tensor: an engine that has received anything else says so in its log and ends."""
         body: dict[str, Any] = {"lora_name": ADAPTER, "config_dict": dict(config), "load_format": "flattened_bucket"}
         body |= {"serialized_named_tensors": list(payloads), "expected_checksums": checksums}
-        # Not one of SGLang's control calls, though it changes the engine.
-        self._post("/load_lora_adapter_from_tensors", body, key=self._generate_key)
+        # Before releases with sessions not one of SGLang's control calls, though it changes the engine.
+        key = None if self.has_sessions else self._generate_key
+        self._post("/load_lora_adapter_from_tensors", body, key=key)
 
     def unload_adapter(self) -> None:
         """Take the adapter away; nothing may be using it."""

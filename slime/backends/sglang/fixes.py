@@ -213,12 +213,9 @@ def _problem(server_args: Any) -> str | None:
 
 def register_configs() -> None:
     """Has `AutoConfig` read the config of `mimo`, of which SGLang has the model's class."""
-    from transformers import CONFIG_MAPPING, AutoConfig, Qwen2Config
+    from transformers import CONFIG_MAPPING, AutoConfig
 
-    class MiMoConfig(Qwen2Config):
-        """MiMo-7B: a Qwen2 with MTP layers, which SGLang's class passes over."""
-
-        model_type = "mimo"
+    from slime.backends.sglang.mimo_config import MiMoConfig
 
     if MiMoConfig.model_type not in CONFIG_MAPPING:
         AutoConfig.register(MiMoConfig.model_type, MiMoConfig)
