@@ -215,7 +215,7 @@ def register_configs() -> None:
     """Has `AutoConfig` read the config of `mimo`, of which SGLang has the model's class."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    from slime.backends.sglang.mimo_config import MiMoConfig
+    from slime.files.hf_configs import MiMoConfig
 
     if MiMoConfig.model_type not in CONFIG_MAPPING:
         AutoConfig.register(MiMoConfig.model_type, MiMoConfig)

@@ -1,4 +1,7 @@
-"""A config that servers read, in a module, by which processes that they spawn unpickle it."""
+"""Configs of models, as their config.json has them, that transformers lacks.
+
+They are of a module, by which processes that a server spawns unpickle them.
+"""
 
 from __future__ import annotations
 
