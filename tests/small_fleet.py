@@ -30,7 +30,7 @@ def slot_options(kind: str, train: int, rollout: int, reward: int = 0, width: in
     values |= {"rm_num_gpus": reward, "rm_num_gpus_per_engine": 1, "rm_model_path": "judge", "rm_sglang_cli": []}
     values |= {"sglang_models": [], "sglang_config": None, "sglang_router_ip": None, "sglang_router_port": None}
     values |= {"use_rollout_routing_replay": False, "true_on_policy_mode": False, "deterministic_mode": False}
-    values |= {"attention_backend": "auto"}
+    values |= {"attention_backend": "auto", "record_memory_history": False}
     return Namespace(**values | {"sglang_cli": [], "router_cli": [], "external_engine_urls": []} | more)
 
 
