@@ -74,8 +74,9 @@ class Heart:
         """Beat from now on, in a thread."""
         threading.Thread(target=self._run, name=THREAD, daemon=True).start()
 
-    def go_on_in_child(self) -> None:
-        """In a process that was forked from this one: beat for it, not for the parent."""
+    def go_on_in_fork(self) -> None:
+        """In a process that was forked from this one and goes on as one of the server's: beat for it, not for the
+        parent. A fork that becomes another program beats no more, and must not begin to."""
         with contextlib.suppress(OSError):
             self._open()
             self.run()
@@ -97,7 +98,6 @@ def begin() -> None:
         with contextlib.suppress(OSError):
             _own = Heart(directory)
             _own.run()
-            os.register_at_fork(after_in_child=_own.go_on_in_child)
 
 
 def own() -> Heart | None:

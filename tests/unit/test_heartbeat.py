@@ -23,7 +23,9 @@ from tests.waiting import alive, wait_for
 NUM_GPUS = 0
 
 _BEATS = "import time; from slime.processes import heartbeat; heartbeat.begin(); time.sleep(600)"
-_FORKS = _BEATS.replace("; time", "; import os; print(os.fork(), flush=True); time")
+_FORKS = _BEATS.replace(
+    "; time", "; import os; pid = os.fork(); pid or heartbeat.own().go_on_in_fork(); print(pid, flush=True); time"
+)
 
 
 @pytest.fixture

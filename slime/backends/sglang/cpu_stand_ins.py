@@ -18,6 +18,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator, Sequence
+from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any
 
@@ -295,12 +296,15 @@ def fork_processes() -> None:
         configure(server_args)
         if _is_alone():
             multiprocessing.set_start_method("fork", force=True)
-            os.register_at_fork(after_in_child=_be_as_spawned)
+            register_after_fork(engine, _be_as_spawned)
 
     engine._set_envs_and_config = configure_and_fork
 
 
-def _be_as_spawned() -> None:
+def _be_as_spawned(_: types.ModuleType) -> None:
+    """In processes of `multiprocessing` alone: other forks become other programs."""
+    if (heart := heartbeat.own()) is not None:
+        heart.go_on_in_fork()
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # the handler is the first process's, which its children signal
     multiprocessing.set_start_method("spawn", force=True)  # this process will have threads
 

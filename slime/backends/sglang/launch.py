@@ -9,7 +9,7 @@ from __future__ import annotations
 from slime.processes import heartbeat
 from slime.processes.kernel import die_with_parent
 
-# First of all: SGLang's own processes run this module again before anything else, and then import for up to a minute
+# First of all: processes that SGLang spawns run this module again before anything else, and then import for up to a minute
 # until they ask the kernel for this themselves.
 if __name__ == "__mp_main__":
     die_with_parent()
@@ -56,8 +56,8 @@ def _patch(*tables: tuple[patching.Patch[patches.ServerFacts], ...]) -> None:
         sys.exit(f"error: {error}")
 
 
-# At the top level: SGLang spawns its schedulers, and a spawned process runs this module again, with the same flags, but
-# not `main`.
+# At the top level: on hosts with CUDA SGLang spawns its schedulers, and a spawned process runs this module again, with
+# the same flags, but not `main`. On others they are forked from the first process, after all of this.
 heartbeat.begin()
 _patch(patches.CPU_STAND_INS, patches.EVERY_PROCESS)
 _strike_keys_from_log()

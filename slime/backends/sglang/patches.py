@@ -1,7 +1,7 @@
 """What is changed, from outside, of SGLang and its router as they are released: a record each, by moment.
 
-`CPU_STAND_INS` and `EVERY_PROCESS` are carried out at import of `launch`, which every process of a server runs;
-`SERVER_PROCESS` by the server's own process alone, before it starts the others.
+`CPU_STAND_INS` and `EVERY_PROCESS` are carried out at import of `launch`, which every process of a server runs, unless
+it is forked from one that has; `SERVER_PROCESS` by the server's own process alone, before it starts the others.
 """
 
 from __future__ import annotations

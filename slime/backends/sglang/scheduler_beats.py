@@ -27,7 +27,8 @@ def _beat(scheduler: Any) -> None:
 
 
 def when_scheduling_begins(do: Callable[[Any], None]) -> None:
-    """Call ``do`` with SGLang's module of schedulers once in each scheduler's process: others need not import it."""
+    """Call ``do`` with SGLang's module of schedulers once in each scheduler's process, or in the one that it is forked
+    from: others need not import it."""
     plugins: Any = importlib.import_module("sglang.srt.plugins")
     load = plugins.load_plugins
     done: list[bool] = []

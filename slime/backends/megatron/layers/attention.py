@@ -160,6 +160,13 @@ Kernel = Callable[[Tensor, Tensor, Tensor, AttentionPlan, float], Tensor]
 """What computes attention: `kernels.packed_attention`, or what takes and gives the same."""
 
 
+def is_recomputed(config: TransformerConfig) -> bool:
+    """Whether every layer computes its attention again for the gradient: then only one keeps its inputs at a time."""
+    if config.recompute_granularity == "selective":
+        return "core_attn" in (config.recompute_modules or ())
+    return config.recompute_granularity == "full" and config.recompute_method == "uniform"
+
+
 class PackedAttention(MegatronModule):
     """Megatron's ``core_attention`` for packed causal sequences, with the rotary embedding before it, unless ``rotary``
     is None, as where queries and keys are rotated already."""
@@ -183,6 +190,7 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         self.rotary = rotary
         self.kernel = kernel
+        self.recomputed = is_recomputed(config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = groups.cp
         self.scale = softmax_scale or config.kv_channels**-0.5
@@ -210,6 +218,6 @@ class PackedAttention(MegatronModule):
 
         if plan.key_index is None:
             return attend(key, value).flatten(1)
-        # Of layers that are computed again as a whole, only one keeps anything at a time.
-        again = self.config.recompute_granularity != "full"
-        return attend_in_context(attend, key, value, plan.key_index, self.cp_group, again=again).flatten(1)
+        return attend_in_context(attend, key, value, plan.key_index, self.cp_group, again=not self.recomputed).flatten(
+            1
+        )
