@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from slime.backends.megatron.layers import kernels
-from slime.backends.megatron.layers.attention import AttentionPlan, packed_params, plan_of
+from slime.backends.megatron.layers.attention import AttentionPlan, is_recomputed, packed_params, plan_of
 from slime.backends.megatron.layers.kernels import packed_attention
 from slime.training.packing import zigzag_index
 
@@ -142,3 +143,20 @@ def test_lengths_that_cannot_be_cut_are_refused() -> None:
         AttentionPlan([8, 6], 2, 0, CPU)
     with pytest.raises(ValueError, match="multiples of 4, not 6"):
         zigzag_index([8, 6], 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("granularity", "method", "modules", "expected"),
+    [
+        (None, None, ["core_attn"], False),
+        ("full", "uniform", ["core_attn"], True),
+        ("full", "block", ["core_attn"], False),
+        ("selective", None, ["core_attn", "mlp"], True),
+        ("selective", None, ["mlp"], False),
+    ],
+)
+def test_where_every_layer_computes_attention_again(
+    granularity: str | None, method: str | None, modules: list[str], expected: bool
+) -> None:
+    config = SimpleNamespace(recompute_granularity=granularity, recompute_method=method, recompute_modules=modules)
+    assert is_recomputed(cast(Any, config)) == expected

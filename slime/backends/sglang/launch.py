@@ -9,8 +9,8 @@ from __future__ import annotations
 from slime.processes import heartbeat
 from slime.processes.kernel import die_with_parent
 
-# First of all: processes that SGLang spawns run this module again before anything else, and then import for up to a minute
-# until they ask the kernel for this themselves.
+# First of all: processes that SGLang spawns run this module again before anything else, and then import for up to a
+# minute until they ask the kernel for this themselves.
 if __name__ == "__mp_main__":
     die_with_parent()
 
