@@ -218,6 +218,5 @@ class PackedAttention(MegatronModule):
 
         if plan.key_index is None:
             return attend(key, value).flatten(1)
-        return attend_in_context(attend, key, value, plan.key_index, self.cp_group, again=not self.recomputed).flatten(
-            1
-        )
+        again = not self.recomputed
+        return attend_in_context(attend, key, value, plan.key_index, self.cp_group, again=again).flatten(1)
