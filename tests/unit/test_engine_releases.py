@@ -62,6 +62,15 @@ def control(engine: Engine) -> EngineControl:
     return EngineControl("http://engine", None, None, timeout=1)
 
 
+def test_engines_leave_garbage_collection_as_it_is_where_they_cannot_freeze_it(
+    engine: Engine, control: EngineControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control.freeze_garbage_collection()
+    assert engine.asked == [("/freeze_gc", {})]
+    monkeypatch.setattr(client, "ask_server", lambda *_, **__: reply({"detail": "Not Found"}, 404))
+    control.freeze_garbage_collection()
+
+
 def test_weights_are_loaded_in_a_session_where_there_are_any(engine: Engine, control: EngineControl) -> None:
     control.begin_weight_update()
     control.update_weights_from_tensor(["x"], leaves_draft=True)

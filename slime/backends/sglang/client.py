@@ -115,6 +115,11 @@ class EngineControl:
                 raise self._refusal("POST", "/flush_cache", reply)
             time.sleep(_FLUSH_POLL_S)
 
+    def freeze_garbage_collection(self) -> None:
+        """Have all processes of the engine leave out what they have now when they look for garbage, and so what they
+        have imported. A release that cannot is slower and not wrong: whatever it answers is good."""
+        self._request("POST", "/freeze_gc", {})
+
     def release_memory(self) -> None:
         """Give the GPU memory of weights, cache and CUDA graphs back; the engine must be idle, and forgets its cache. A
         server that was started without a memory saver answers, and keeps it."""

@@ -182,7 +182,10 @@ class Engine(Server):
             self.join(meeting)
             if self._others is not None and meeting is not None:
                 self._others.start(meeting)
-        self._wait_until(self.control(timeout=5.0).health, "answered", self._args.engine_start_timeout)
+        limit = self._args.engine_start_timeout
+        self._wait_until(self.control(timeout=5.0).health, "answered", limit)
+        # On CPUs each flush of the cache has Python look for garbage: among all that was imported, half a second.
+        self.control(limit).freeze_garbage_collection()
 
     def _meeting_point(self) -> str | None:
         ports = _DP_ATTENTION_PORTS if "--enable-dp-attention" in self._args.sglang_cli else 1
