@@ -48,7 +48,9 @@ def step_line(rollout_id: int, num_rollout: int, metrics: Mapping[str, float], v
     seconds = seconds_of(metrics)
     if seconds[STEP]:
         phase = longest(seconds)
-        parts += [f"{seconds[STEP]:.1f} s", f"bound by {phase} ({seconds[phase]:.1f} s)"]
+        parts.append(f"{seconds[STEP]:.1f} s")
+        if round(seconds[phase], 1):
+            parts.append(f"bound by {phase} ({seconds[phase]:.1f} s)")
     return " | ".join([*parts, verdict] if verdict else parts)
 
 

@@ -12,9 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import logging
-import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +27,8 @@ logger = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _VERSION = 1
+_LAST_TIME = 2.0**53
+"""Seconds: a number beyond, or none, is no time."""
 _ENDS = ("span_start", "span_end")
 _OF_REQUEST = ("prompt_tokens", "completion_tokens", "cached_tokens")
 _OF_ENGINES_APART = (
@@ -38,7 +38,6 @@ _OF_ENGINES_APART = (
     *("pd_transfer_speed_gb_s", "pd_transfer_total_mb"),
 )
 """What engines tell that prefill or decode for others."""
-_span_ids = itertools.count(time.time_ns())
 _within: ContextVar[Mapping[str, str]] = ContextVar("span_of_each_trace", default=MappingProxyType({}))
 """By trace, the id of the span that this task is in."""
 
@@ -99,31 +98,59 @@ def export_trace(target: Any) -> Any:
     parent = _within.get().get(handle.trace_id) or handle.parent_span_id
     sent = {"version": _VERSION, "trace_id": handle.trace_id, "attempt": handle.carrier["attempt"]}
     sent |= {"sample_id": handle.sample_id, "group_id": handle.group_id, "parent_span_id": parent}
-    return {**sent, "events": list(handle.carrier["events"]) if handle.carrier.get("is_part") else []}
+    return {**sent, "is_sent": True, "events": list(handle.carrier["events"]) if handle.carrier.get("is_part") else []}
 
 
-def bind_trace_carrier(carrier: Any) -> TraceHandle | None:
-    """In another process: the target for what is done here for the sample whose trace `export_trace` gave. Spans here
-    lie within the one that it was exported in. None, which is a target of which nothing is recorded, where ``carrier``
-    is none of `export_trace`."""
-    if not isinstance(carrier, Mapping) or not isinstance(carrier.get("trace_id"), str):
+def bind_trace_carrier(
+    carrier: Any,
+    *,
+    trace_id: str | None = None,
+    sample_id: int | str | None = None,
+    group_id: int | str | None = None,
+    attempt: int | None = None,
+    parent_span_id: str | None = None,
+) -> Any:
+    """The target for what is done here for the sample of a carrier, as in another process, where spans lie within the
+    one that it was exported in.
+
+    Args:
+        carrier: of `export_trace`, which is left as it is; or a dict, into which is recorded. Of a list, a list comes
+            back; of anything else None, which is a target of which nothing is recorded.
+        trace_id, sample_id, group_id, attempt, parent_span_id: in place of what the carrier says.
+    """
+    if isinstance(carrier, (list, tuple)):
+        return [bind_trace_carrier(each) for each in carrier]
+    said = dict(carrier) if isinstance(carrier, Mapping) else {}
+    given: dict[str, Any] = {
+        "trace_id": trace_id,
+        "sample_id": sample_id,
+        "group_id": group_id,
+        "parent_span_id": parent_span_id,
+    }
+    ids: dict[str, Any] = {k: said.get(k) if value is None else value for k, value in given.items()}
+    if not isinstance(carrier, Mapping) or not isinstance(ids["trace_id"], str):
         return None
-    ids = {key: carrier.get(key) for key in ("sample_id", "group_id", "parent_span_id")}
-    attempt = carrier.get("attempt")
-    own: dict[str, Any] = {"version": _VERSION, "trace_id": carrier["trace_id"], "events": [], "is_part": True}
-    own["attempt"] = attempt if isinstance(attempt, int) else 0
-    return TraceHandle(own["trace_id"], own, attempt=own["attempt"], **ids)
+    tried = said.get("attempt") if attempt is None else attempt
+    own: dict[str, Any] = {"events": []} if said.get("is_sent") or not isinstance(carrier, dict) else carrier
+    own |= {"version": _VERSION, "trace_id": ids["trace_id"], "is_part": True}
+    own["attempt"] = tried if isinstance(tried, int) else 0
+    own.setdefault("events", [])
+    return TraceHandle(carrier=own, attempt=own["attempt"], **ids)
 
 
-def import_trace(target: Any, carrier: Any) -> Any:
-    """Add to a sample's trace the events that another process has sent back by `export_trace`; ``target`` again.
+def import_trace(target: Any, carrier: Any = None) -> Any:
+    """Add to the traces of samples the events that another process has sent back by `export_trace`; ``target`` again.
+    Of a carrier alone it is `bind_trace_carrier`.
 
     Events have the times of that process's clock. What is there already, is of another trace or no event is left out:
     what comes from elsewhere may be anything.
     """
-    events = carrier.get("events") if isinstance(carrier, Mapping) else None
+    if carrier is None and _carriers_of(target):
+        return bind_trace_carrier(target)
+    carriers = {each["trace_id"]: each for each in _carriers_of(carrier)}
     for handle in _handles_of(target):
-        if not isinstance(events, list) or carrier.get("trace_id") != handle.trace_id:
+        events = carriers.get(handle.trace_id, {}).get("events")
+        if not isinstance(events, list):
             logger.warning("import_trace: no trace of sample %s: nothing is added to it", handle.sample_id)
             continue
         known = handle.carrier["events"]
@@ -153,7 +180,7 @@ def trace_span(
     if not handles:
         yield block
         return
-    outer, ids = _within.get(), [f"{next(_span_ids):x}" for _ in handles]
+    outer, ids = _within.get(), [uuid.uuid4().hex for _ in handles]  # which no fork repeats
     begun = time.time()
     for handle, own in zip(handles, ids, strict=True):
         parent = outer.get(handle.trace_id) or handle.parent_span_id
@@ -252,12 +279,20 @@ def _handles_of(target: Any) -> list[TraceHandle]:
     return [bind_trace(target)] if hasattr(target, "group_index") and hasattr(target, "index") else []
 
 
+def _carriers_of(told: Any) -> list[Mapping[str, Any]]:
+    if isinstance(told, (list, tuple)):
+        return [carrier for each in told for carrier in _carriers_of(each)]
+    return [told] if isinstance(told, Mapping) and isinstance(told.get("trace_id"), str) else []
+
+
 def _is_event(told: Any) -> bool:
     """Whether it has what readers of a trace count on."""
     if not isinstance(told, Mapping) or not isinstance(told.get("name"), str):
         return False
+    if not isinstance(told.get("attrs", {}), Mapping) or not isinstance(told.get("parent_span_id", ""), str):
+        return False
     at, kind, of_span = told.get("ts"), told.get("type"), isinstance(told.get("span_id"), str)
-    is_time = isinstance(at, (int, float)) and not isinstance(at, bool) and math.isfinite(at)
+    is_time = isinstance(at, (int, float)) and not isinstance(at, bool) and abs(at) < _LAST_TIME
     return is_time and isinstance(told.get("attempt"), int) and (kind == "event" or (kind in _ENDS and of_span))
 
 

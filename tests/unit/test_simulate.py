@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.batching.flops import forward_flops
 from slime.models import family_of, rule_shape, shape_from_hf
 from tests import shipped
 from tests.unit.test_parameter_counts import PUBLISHED
@@ -174,13 +173,6 @@ def test_more_of_anything_costs_no_less() -> None:
     piped = training.train(plan(trainers=2, engines=2, layout=Layout(pp=2)))
     assert piped.parts["pipeline bubble"] > 0
     assert piped.seconds == pytest.approx(sum(piped.parts.values()))
-
-
-def test_the_mfu_is_that_of_the_benchmark() -> None:
-    """`tools/bench.py train` counts the same, whatever is computed besides."""
-    step = simulate(plan())
-    flops = 3 * float(forward_flops(step.plan.lengths, step.plan.model.shape).sum())
-    assert step.mfu(2.0, 4) == pytest.approx(flops / 2.0 / 4 / 989e12)
 
 
 def test_a_push_costs_by_the_engine_and_not_more() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from slime.observability.trace_utils import (
     trace_next_attempt,
     trace_span,
 )
+from tests.forked import forked
 
 NUM_GPUS = 0
 
@@ -246,7 +248,7 @@ def test_several_samples_and_one_that_is_none() -> None:
     assert export_trace(bind_trace(samples[0])) == export_trace(samples[0])
 
 
-@pytest.mark.parametrize("carrier", [None, 3, [], {}, {"trace_id": 4}])
+@pytest.mark.parametrize("carrier", [None, 3, {}, {"trace_id": 4}])
 def test_no_carrier_is_a_target_of_which_nothing_is_recorded(carrier: Any) -> None:
     handle = bind_trace_carrier(carrier)
     assert handle is None
@@ -274,3 +276,51 @@ def test_what_comes_from_elsewhere_may_be_anything() -> None:
     import_trace(sample, {**carrier, "trace_id": "another", "events": [{**good, "name": "other"}]})
     import_trace(sample, {**carrier, "events": {}})
     assert len(events_of(sample, "name")) == 1
+
+
+def test_upstreams_forms_of_carriers() -> None:
+    """A carrier alone is bound; a dict that no process has sent is recorded into."""
+    sample = Sample(index=3, group_index=1)
+    handle = import_trace(export_trace(bind_trace(sample)))
+    trace_event(handle, "there")
+    assert (handle.sample_id, [event["name"] for event in handle.carrier["events"]]) == (3, ["there"])
+    assert bind_trace(sample).carrier["events"] == []
+    assert sample.trace is not None
+    trace_event(bind_trace_carrier(sample.trace, parent_span_id="x"), "here")
+    assert [event["name"] for event in sample.trace["events"]] == ["here"]
+    made: dict[str, Any] = {}
+    with trace_span(bind_trace_carrier(made, trace_id="t", sample_id=4, attempt=2, parent_span_id="x"), "tool"):
+        pass
+    first = made["events"][0]
+    assert (first["trace_id"], first["sample_id"], first["attempt"], first["parent_span_id"]) == ("t", 4, 2, "x")
+
+
+def test_carriers_of_several_samples_there_and_back() -> None:
+    samples = [Sample(index=i, group_index=0) for i in range(3)]
+    handles = bind_trace_carrier(json.loads(json.dumps(export_trace(samples))))
+    for handle in handles:
+        trace_event(handle, f"of {handle.sample_id}")
+    import_trace(samples, json.loads(json.dumps(export_trace(handles[::-1]))))
+    assert [[event["name"] for event in bind_trace(s).carrier["events"]] for s in samples] == [
+        ["of 0"], ["of 1"], ["of 2"],
+    ]  # fmt: skip
+
+
+def test_forks_have_span_ids_of_their_own() -> None:
+    def ids(handle: TraceHandle) -> set[str]:
+        with trace_span(handle, "a"), trace_span(handle, "b"):
+            pass
+        return {event["span_id"] for event in handle.carrier["events"]}
+
+    own = bind_trace(Sample(index=0, group_index=0))
+    ids(own)
+    told = forked(lambda: print(json.dumps(sorted(ids(own)))), os.environ)
+    assert len(ids(own) | set(json.loads(told.stdout))) == 6, "two before, two here, two there"
+
+
+@pytest.mark.parametrize("wrong", [{"ts": 10**400}, {"ts": float("nan")}, {"attrs": 3}, {"parent_span_id": 4}])
+def test_no_event_of_another_process_does_harm(wrong: dict[str, Any]) -> None:
+    sample = Sample(index=0, group_index=0)
+    event = {"type": "event", "name": "a", "ts": 1.0, "attempt": 0}
+    import_trace(sample, {**export_trace(sample), "events": [{**event, **wrong}, event]})
+    assert [each["ts"] for each in bind_trace(sample).carrier["events"]] == [1.0]
