@@ -18,7 +18,7 @@ from tests.unit.test_parameter_counts import PUBLISHED
 from tools import simulate as program
 from tools.benchmarks import attention
 from tools.simulating import generation, handing, training
-from tools.simulating.cases import Case, all_cases, line_of
+from tools.simulating.cases import Case, all_cases, line_of, training_alone
 from tools.simulating.constants import ATTENTION, COSTS
 from tools.simulating.hardware import GPUS
 from tools.simulating.memory import memory
@@ -173,6 +173,15 @@ def test_more_of_anything_costs_no_less() -> None:
     piped = training.train(plan(trainers=2, engines=2, layout=Layout(pp=2)))
     assert piped.parts["pipeline bubble"] > 0
     assert piped.seconds == pytest.approx(sum(piped.parts.values()))
+
+
+@pytest.mark.parametrize(("number", "model"), [(1, "qwen3-1.7b"), (5, "qwen3-4b")])
+def test_the_mfu_is_that_of_the_benchmark(number: int, model: str) -> None:
+    """Of its own lengths, in the seconds that it took."""
+    line = line_of("h200", number)
+    step = simulate(training_alone(model))
+    assert step.plan.lengths.sum() == line["tokens"]
+    assert step.mfu(line["step_s"], line["gpus"]) == pytest.approx(line["value"], rel=1e-12)
 
 
 def test_a_push_costs_by_the_engine_and_not_more() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.batching.flops import DecoderShape, LatentShape
+from slime.batching.parameters import matrices
 from slime.rollout.batches.train_data import decoder_shape
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "models"
@@ -41,18 +42,6 @@ class Model:
         return self.shape.num_layers - self.shape.num_moe_layers
 
     @property
-    def attention_parameters(self) -> int:
-        """Of one layer's matrices."""
-        shape, latent = self.shape, self.shape.latent
-        h, heads = shape.hidden_size, shape.num_attention_heads
-        if latent is None:
-            return h * shape.kv_channels * (2 * heads + 2 * shape.num_query_groups)
-        rank, query, value = latent.q_lora_rank, self.head_channels, latent.v_head_dim
-        down = h * heads * query if rank is None else rank * (h + heads * query)
-        down += h * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
-        return down + latent.kv_lora_rank * heads * (latent.qk_head_dim + value) + heads * value * h
-
-    @property
     def head_parameters(self) -> int:
         """Of the output layer's matrix, which is the embedding's where they are tied."""
         return self.shape.vocab_size * self.shape.hidden_size
@@ -60,18 +49,13 @@ class Model:
     @property
     def expert_parameters(self) -> int:
         """Of all experts that a token may or may not take."""
-        shape = self.shape
-        return shape.num_moe_layers * shape.num_experts * 3 * shape.hidden_size * shape.moe_ffn_hidden_size
+        return sum(each.elements for each in matrices(self.shape, tied=self.tied) if each.part == "experts")
 
     @property
     def dense_parameters(self) -> int:
         """Of all else: what every token goes through, and the embedding. Biases and norms of heads are left out."""
-        shape, h = self.shape, self.shape.hidden_size
-        layer = self.attention_parameters + 2 * h
-        mlp = 3 * h * shape.ffn_hidden_size
-        beside = h * shape.num_experts + 3 * h * shape.moe_shared_expert_intermediate_size
-        layers = shape.num_layers * layer + self.dense_layers * mlp + shape.num_moe_layers * beside
-        return layers + self.head_parameters * (1 if self.tied else 2) + h
+        norms = (2 * self.shape.num_layers + 1) * self.shape.hidden_size
+        return norms + sum(each.elements for each in matrices(self.shape, tied=self.tied) if each.part != "experts")
 
     @property
     def parameters(self) -> int:
