@@ -18,7 +18,7 @@ from tests.unit.test_parameter_counts import PUBLISHED
 from tools import simulate as program
 from tools.benchmarks import attention
 from tools.simulating import generation, handing, training
-from tools.simulating.cases import Case, all_cases, line_of, training_alone
+from tools.simulating.cases import Case, all_cases, alone, line_of
 from tools.simulating.constants import ATTENTION, COSTS
 from tools.simulating.hardware import GPUS
 from tools.simulating.memory import memory
@@ -179,7 +179,7 @@ def test_more_of_anything_costs_no_less() -> None:
 def test_the_mfu_is_that_of_the_benchmark(number: int, model: str) -> None:
     """Of its own lengths, in the seconds that it took."""
     line = line_of("h200", number)
-    step = simulate(training_alone(model))
+    step = simulate(alone(model))
     assert step.plan.lengths.sum() == line["tokens"]
     assert step.mfu(line["step_s"], line["gpus"]) == pytest.approx(line["value"], rel=1e-12)
 

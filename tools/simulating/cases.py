@@ -58,7 +58,7 @@ def all_cases() -> list[Case]:
     return [case for make in makers for case in make()]
 
 
-def training_alone(
+def alone(
     model: str,
     layout: Layout = _ONE,
     gpus: int = 1,
@@ -93,36 +93,36 @@ def _loop(model: str, gpus: int = 1, **more: Any) -> Plan:
 
 
 def _experts() -> Plan:
-    return training_alone("qwen3-30b-a3b", _EP2, 2, num_layers=12)
+    return alone("qwen3-30b-a3b", _EP2, 2, num_layers=12)
 
 
 def _training() -> Iterator[Case]:
     eight_layers = Layout(recomputed=8 / 36)
     long = (8192, 16384)
     lines: list[tuple[str, str, int, Plan, str]] = [
-        ("1.7B", "h200", 92, training_alone("qwen3-1.7b"), "streaming"),
-        ("1.7B, another host", "h200", 107, training_alone("qwen3-1.7b"), ""),
-        ("4B, 8 layers recomputed", "h200", 6, training_alone("qwen3-4b", eight_layers), ""),
-        ("1.7B, fa4", "h100", 36, training_alone("qwen3-1.7b", gpu="h100", kernel="fa4"), ""),
-        ("1.7B, 8k to 16k", "h100", 32, training_alone("qwen3-1.7b", gpu="h100", sequences=long), ""),
+        ("1.7B", "h200", 92, alone("qwen3-1.7b"), "streaming"),
+        ("1.7B, another host", "h200", 107, alone("qwen3-1.7b"), ""),
+        ("4B, 8 layers recomputed", "h200", 6, alone("qwen3-4b", eight_layers), ""),
+        ("1.7B, fa4", "h100", 36, alone("qwen3-1.7b", gpu="h100", kernel="fa4"), ""),
+        ("1.7B, 8k to 16k", "h100", 32, alone("qwen3-1.7b", gpu="h100", sequences=long), ""),
         ("30B-A3B, 12 layers, EP2", "h200", 65, _experts(), "expert traffic"),
         ("30B-A3B, 12 layers, EP2, earlier", "h200", 52, _experts(), ""),
     ]
     pages = [
-        ("1.7B, fa4", "attention kernels", 40200, training_alone("qwen3-1.7b", kernel="fa4"), ""),
-        ("1.7B, 8k to 16k", "attention kernels", 23100, training_alone("qwen3-1.7b", sequences=long), ""),
+        ("1.7B, fa4", "attention kernels", 40200, alone("qwen3-1.7b", kernel="fa4"), ""),
+        ("1.7B, 8k to 16k", "attention kernels", 23100, alone("qwen3-1.7b", sequences=long), ""),
         (
             "1.7B, 8k to 16k, fa4",
             "attention kernels",
             30100,
-            training_alone("qwen3-1.7b", kernel="fa4", sequences=long),
+            alone("qwen3-1.7b", kernel="fa4", sequences=long),
             "",
         ),
         (
             "8B, TP2",
             "8B, no line",
             8490,
-            training_alone("qwen3-8b", Layout(tp=2, recomputed=6 / 36), 2),
+            alone("qwen3-8b", Layout(tp=2, recomputed=6 / 36), 2),
             "link, trainers",
         ),
     ]
@@ -217,8 +217,8 @@ def _steps() -> Iterator[Case]:
 
 def _memory() -> Iterator[Case]:
     for name, plan, number in (
-        ("1.7B", training_alone("qwen3-1.7b"), 91),
-        ("4B, 8 layers recomputed", training_alone("qwen3-4b", Layout(recomputed=8 / 36)), 5),
+        ("1.7B", alone("qwen3-1.7b"), 91),
+        ("4B, 8 layers recomputed", alone("qwen3-4b", Layout(recomputed=8 / 36)), 5),
         ("30B-A3B, 12 layers, EP2", _experts(), 64),
     ):
         rows = {row.split()[0]: row.split()[1:] for row in line_of("h200", number)["memory"][1:]}
