@@ -187,5 +187,16 @@ def test_the_hosts_memory(is_real: bool, tmp_path: Path, monkeypatch: pytest.Mon
     assert sum(record.size for record in mine) >= kept.nbytes
 
 
+def test_what_does_not_begin_to_record_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(_Tracker, "__enter__", fail)
+    destination = lambda path, overwrite: Namespace(open=path.open, overwrite=overwrite)  # noqa: E731
+    monkeypatch.setitem(sys.modules, "memray", Namespace(Tracker=_Tracker, FileDestination=destination))
+    with pytest.raises(StorageError, match=f"^--memory-snapshot-dir {tmp_path}/memory: the disk is full"):
+        MemoryRecorder(options(tmp_path, memory_recorder="memray", memory_snapshot_num_steps=1), 0)
+
+
 def _allocate() -> torch.Tensor:
     return torch.ones(2**24, dtype=torch.uint8)

@@ -29,6 +29,8 @@ from slime.ray.supervision import Deadline, Supervisor
 from slime.weights.engines import EngineAddress
 from slime.weights.publisher import Wait, WeightPublisher
 
+_START_S = 300.0
+"""In which all ranks have started."""
 ROOT = Path(__file__).resolve().parents[2]
 _BUCKETS: list[NamedTensors] = [[(f"model.layers.{i}.weight", torch.zeros(4))] for i in range(4)]
 
@@ -92,7 +94,7 @@ class _Idle:
 def idle_ranks(count: int) -> list[Any]:
     """Ray actors, each in a process of its own, which have started."""
     actors = [as_actor(_Idle).options(num_cpus=0).remote() for _ in range(count)]
-    ray.get([actor.work.remote() for actor in actors])
+    ray.get([actor.work.remote() for actor in actors], timeout=_START_S)
     return actors
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 from argparse import Namespace
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 _EVENTS = 100_000
 """Allocations and releases that a snapshot has in the order of their time, at a few KiB each. What is allocated when it
 is written has its stack however long ago that was."""
+
+_BEGINS_S = 60.0
+"""In which memray has begun to record, or failed to."""
 
 
 class _Torch:
@@ -49,9 +52,8 @@ class _Memray:
         # Native frames too: in the backward pass no Python function is on the stack.
         self._tracker = memray.Tracker(destination=to, native_traces=True)
         # In a thread of its own: of the one that begins, memray loses the stack once this function's callers return.
-        starting = threading.Thread(target=self._tracker.__enter__)
-        starting.start()
-        starting.join()
+        with ThreadPoolExecutor(1) as starting:
+            starting.submit(self._tracker.__enter__).result(_BEGINS_S)
 
     def finish(self, file: Path) -> None:
         self._tracker.__exit__(None, None, None)
