@@ -1,4 +1,5 @@
-"""How many parameters a decoder has, by its matrices, from the sizes that `slime.batching.flops` counts by."""
+"""How many parameters a decoder has, by its matrices, and what it caches, from the sizes that `slime.batching.flops`
+counts by."""
 
 from __future__ import annotations
 
@@ -36,6 +37,14 @@ def matrices(shape: DecoderShape, *, tied: bool) -> list[Matrices]:
     found += [Matrices(size * h, shape.num_moe_layers, "layers") for size in (shape.num_experts, 2 * shared, shared)]
     found += [Matrices(size * h, experts, "experts") for size in (2 * width, width)]
     return [matrix for matrix in found if matrix.elements]
+
+
+def cached_numbers(shape: DecoderShape) -> int:
+    """Of one token: its keys and values in all layers, or the latents that they are made of."""
+    latent = shape.latent
+    if latent is not None:
+        return shape.num_layers * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
+    return shape.num_layers * 2 * shape.num_query_groups * shape.kv_channels
 
 
 def _attention(shape: DecoderShape) -> Iterator[int]:

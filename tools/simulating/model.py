@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.batching.flops import DecoderShape, LatentShape
-from slime.batching.parameters import matrices
+from slime.batching.parameters import cached_numbers, matrices
 from slime.rollout.batches.train_data import decoder_shape
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "models"
@@ -76,10 +76,7 @@ class Model:
     @property
     def cached_bytes(self) -> int:
         """Of keys and values of one token, in bfloat16."""
-        shape, latent = self.shape, self.shape.latent
-        if latent is not None:
-            return BF16 * shape.num_layers * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
-        return BF16 * shape.num_layers * 2 * shape.num_query_groups * shape.kv_channels
+        return BF16 * cached_numbers(self.shape)
 
 
 def model_of(flags: Mapping[str, Any], name: str, num_layers: int | None = None) -> Model:

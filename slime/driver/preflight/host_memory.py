@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from slime.batching.parameters import Matrices, matrices
+from slime.batching.parameters import Matrices, cached_numbers, matrices
 from slime.driver.preflight.places import checkpoint_bytes, moment_bytes, weight_bytes
 from slime.files.storage import amount, nearest_directory
 from slime.fleet.spec import EngineSpec, Fleet, fleet_of
@@ -259,7 +259,7 @@ def _engines(args: Namespace, spec: EngineSpec, slots: int, on_gpus: bool) -> It
     if not on_gpus:
         yield Share(f"weights of {called}s", count * weights)
         tokens = int(last_value(spec.sglang_flags, "--max-total-tokens") or _CPU_CACHE)
-        cache = tokens * _cached_token(args)
+        cache = tokens * cached_numbers(decoder_shape(args)) * weight_bytes(args)
         yield Share(f"caches of {called}s", count * cache, less=("lower --sglang-max-total-tokens",))
     elif own.offload_rollout and (own.keeps_weights or own.lora_sync == "adapter"):
         yield Share(
@@ -275,16 +275,6 @@ def _served(args: Namespace, spec: EngineSpec) -> float:
     if spec.model.checkpoint == args.hf_checkpoint:
         return _elements(args) * weight_bytes(args)
     return sum(file.stat().st_size for file in Path(spec.model.checkpoint).glob("*.safetensors"))
-
-
-def _cached_token(args: Namespace) -> int:
-    """Bytes of a token's keys and values in all layers."""
-    shape = decoder_shape(args)
-    if shape.latent is not None:
-        width = shape.latent.kv_lora_rank + shape.latent.qk_pos_emb_head_dim
-    else:
-        width = 2 * shape.num_query_groups * shape.kv_channels
-    return shape.num_layers * width * weight_bytes(args)
 
 
 def _matrices(args: Namespace) -> list[Matrices]:
