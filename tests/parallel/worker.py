@@ -25,10 +25,11 @@ from megatron.core.distributed import (  # noqa: E402
     finalize_model_grads,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from slime.backends.megatron import model, parallel  # noqa: E402
+from slime.backends.megatron import model, optimizer, parallel  # noqa: E402
 from slime.backends.megatron.layers import attention  # noqa: E402
 from slime.backends.megatron.weights import weights_io  # noqa: E402
 from slime.files import hf_reader  # noqa: E402
@@ -95,6 +96,8 @@ def pass_through(chunks: list[torch.nn.Module], reference: dict[str, Tensor]) ->
     config = model.unwrap(chunks[0]).config
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     wrapped = [DistributedDataParallel(config, ddp_config, c, disable_bucketing=True) for c in model.wrap(chunks)]
+    for chunk in wrapped:
+        optimizer.add_gradients_in_products(chunk)
     # Gradients are sums over micro-batches: without a number of tokens nothing divides them.
     config.finalize_model_grads_func = lambda models, num_tokens=None, **kw: finalize_model_grads(models, None, **kw)
     dp = parallel_state.get_data_parallel_group()
@@ -108,6 +111,9 @@ def pass_through(chunks: list[torch.nn.Module], reference: dict[str, Tensor]) ->
         micro_batch_size=1,
         forward_only=False,
     )
+    for layer in [layer for chunk in chunks for layer in model.unwrap(chunk).decoder.modules()]:
+        if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+            assert layer.weight.grad_added_to_main_grad
     return max([float(step["worst"]) for step in done], default=0.0)
 
 

@@ -23,7 +23,7 @@ NUM_GPUS = 0
 pytestmark = pytest.mark.usefixtures("launch_directory")
 
 NORMS, EXPERTS = "norms are torch's", "experts get their tokens by alltoall, with the same results"
-FUSION = "linear layers of Transformer Engine (--transformer-impl transformer_engine) do it, and no others"
+FUSION = "products that make gradients of linear layers add them in float32"
 LOG_PROBS, OWN = "losses are made of slime's own log-probs", "experts and their activation are slime's own"
 PINNED = "--optimizer-cpu-offload --no-pin-cpu-params"
 
@@ -32,7 +32,7 @@ PINNED = "--optimizer-cpu-offload --no-pin-cpu-params"
     f"""
 --persist-layer-norm --no-masked-softmax-fusion -> --persist-layer-norm {NORMS}
 --memory-efficient-layer-norm -> --memory-efficient-layer-norm {NORMS}
---gradient-accumulation-fusion -> --gradient-accumulation-fusion {FUSION}
+--no-gradient-accumulation-fusion -> --no-gradient-accumulation-fusion {FUSION}
 --masked-softmax-fusion -> --masked-softmax-fusion attention is one kernel, its softmax a part of it
 --apply-rope-fusion -> --apply-rope-fusion a kernel of slime's own rotates queries and keys
 --random-weights --no-initialization
@@ -150,8 +150,8 @@ def test_every_setting_of_the_table_can_be_given(parse: Parse) -> None:
 
 
 OVERWRITTEN: dict[str, Any] = {
-    **dict.fromkeys(("persist_layer_norm", "gradient_accumulation_fusion", "masked_softmax_fusion"), True),
-    **dict.fromkeys(("apply_rope_fusion", "moe_permute_fusion", "use_cpu_initialization", "overlap_p2p_comm"), True),
+    **dict.fromkeys(("persist_layer_norm", "masked_softmax_fusion", "apply_rope_fusion"), True),
+    **dict.fromkeys(("moe_permute_fusion", "use_cpu_initialization", "overlap_p2p_comm"), True),
     **dict.fromkeys(("variable_seq_lengths", "moe_grouped_gemm", "batch_p2p_comm"), False),
     **{"perform_initialization": True, "moe_token_dispatcher_type": "allgather", "moe_enable_deepep": True},
 }

@@ -11,6 +11,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
 from slime.backends.megatron.offload import HostState
@@ -35,11 +36,22 @@ def wrap_data_parallel(args: Namespace, model_chunks: list[torch.nn.Module]) -> 
     values = config_kwargs(args, DistributedDataParallelConfig)
     # Its check raises on one rank and leaves the others in a collective; the trainer checks the global norm instead.
     config = DistributedDataParallelConfig(**(values | {"check_for_nan_in_grad": False}))
-    return [
+    chunks = [
         # Only the first chunk's gradients come last in the backward pass; buckets of the others would overlap nothing.
         DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=i > 0)
         for i, chunk in enumerate(model_chunks)
     ]
+    for chunk in chunks:
+        add_gradients_in_products(chunk)
+    return chunks
+
+
+def add_gradients_in_products(chunk: torch.nn.Module) -> None:
+    """Have the products that make gradients of Megatron's linear layers add them to ``main_grad``, in float32, where
+    there was a product rounded to the weight's type, and then a sum."""
+    for module in chunk.modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            module.gradient_accumulation_fusion = True
 
 
 def make_optimizer(args: Namespace, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:

@@ -16,6 +16,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -143,6 +144,26 @@ def offsets_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
     }
 
 
+def add_gradients_by_torch() -> None:
+    """Has linear layers with ``gradient_accumulation_fusion`` add a weight's gradient to ``main_grad`` by torch's
+    product, which adds in float32, where Megatron knows Apex's alone.
+
+    Transformer Engine, where it is installed, would keep what stands for such gradients, asleep too.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    from slime.training.loss.weight_gradient import add_product
+
+    def add(rows: Tensor, gradient: Tensor, main_grad: Tensor) -> None:
+        add_product(main_grad, gradient.t(), rows)
+
+    def stand_in(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
+        return (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=device.current_device())
+
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add, wgrad_gemm_accum_fp16=add)
+    layers.get_dummy_wgrad = stand_in
+
+
 def collect_results_in_this_process() -> None:
     """Collects what a save's writers did in the rank itself, not in a server process, which takes seconds to start and
     outlives a killed trainer.
@@ -238,6 +259,7 @@ FIXES: tuple[Patch[RankFacts], ...] = (
         fix_checkpoints_of_padded_buckets,
     ),
     _megatron("order_of_experts", "Megatron's permutation has one order.", fix_order_of_experts),
+    _megatron("gradient_products", "Megatron adds them by torch.", add_gradients_by_torch),
 )
 
 EACH_SAVE: tuple[Patch[RankFacts], ...] = (

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.training.loss.log_probs import add_product, chunks, scaled_logits
+from slime.training.loss.log_probs import chunks, scaled_logits
+from slime.training.loss.weight_gradient import WeightGradient, add_product, main_grad_of
 
 _LEAST = 1e-4
 """What all other ids have of the probability at least, in both: of less, what 1 less the float32 others leaves is more
@@ -112,7 +113,12 @@ class _ReverseKl(torch.autograd.Function):
         ratio, of_rest = log_q - teacher, rest.log() - of_teacher.log()
         divergence = (log_q.exp() * ratio).sum(-1) + rest * of_rest
         ctx.save_for_backward(hidden, weight, column, total, ratio - divergence[:, None], of_rest - divergence)
-        ctx.columns, ctx.temperature, ctx.chunk_size = columns, temperature, chunk_size
+        ctx.columns, ctx.temperature, ctx.chunk_size, ctx.main_grad = (
+            columns,
+            temperature,
+            chunk_size,
+            main_grad_of(weight),
+        )
         return divergence
 
     @staticmethod
@@ -120,8 +126,8 @@ class _ReverseKl(torch.autograd.Function):
         hidden, weight, column, total, of_ids, of_rest = ctx.saved_tensors
         rows, parts = weight[: ctx.columns], list(chunks(len(hidden), ctx.chunk_size))
         hidden_grad = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        sum_type = torch.float32 if len(parts) > 1 else weight.dtype
-        weight_grad = torch.zeros_like(weight, dtype=sum_type) if ctx.needs_input_grad[1] else None
+        wants_weight, many = ctx.needs_input_grad[1], len(parts) > 1
+        weight_grad = WeightGradient(weight, ctx.main_grad, of_many=many) if wants_weight else None
         for part in parts if ctx.columns else ():
             p = (scaled_logits(hidden[part], rows, ctx.temperature) - total[part, None]).exp_()
             # Ids of other ranks go to a column of their own, which is dropped.
@@ -132,10 +138,9 @@ class _ReverseKl(torch.autograd.Function):
             if hidden_grad is not None:
                 hidden_grad[part] = grad @ rows
             if weight_grad is not None:
-                add_product(weight_grad[: ctx.columns], grad.t(), hidden[part])
+                add_product(weight_grad.total[: ctx.columns], grad.t(), hidden[part])
             del p, grad, factors  # before the next chunk's logits
-        weight_grad = None if weight_grad is None else weight_grad.to(weight.dtype)
-        return hidden_grad, weight_grad, None, None, None, None, None, None
+        return hidden_grad, None if weight_grad is None else weight_grad.for_autograd(), *[None] * 6
 
 
 def _own_columns(weight: Tensor, vocab_size: int, group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.training.loss.weight_gradient import WeightGradient, add_product, main_grad_of
 from slime.utils import device
 
 
@@ -108,6 +109,7 @@ class _TokenTerms(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # None then says that nothing depends on the entropy
         ctx.save_for_backward(hidden, weight, column, highest, total, mean)
         ctx.columns, ctx.temperature, ctx.chunk_size, ctx.as_engines = columns, temperature, chunk_size, as_engines
+        ctx.main_grad = main_grad_of(weight)
         return whole if as_engines else at_label - log_total, log_total - mean
 
     @staticmethod
@@ -118,9 +120,7 @@ class _TokenTerms(torch.autograd.Function):
         parts = list(chunks(len(hidden), ctx.chunk_size))
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.empty_like(hidden) if wants_hidden else None
-        # Many chunks are summed in float32; of a single one there is nothing to sum.
-        sum_type = torch.float32 if len(parts) > 1 else weight.dtype
-        weight_grad = torch.zeros_like(weight, dtype=sum_type) if wants_weight else None
+        weight_grad = WeightGradient(weight, ctx.main_grad, of_many=len(parts) > 1) if wants_weight else None
         rows = weight[: ctx.columns]
         for part in parts:
             grad = device.fused(_logits_grad)(
@@ -134,9 +134,9 @@ class _TokenTerms(torch.autograd.Function):
             if hidden_grad is not None:
                 hidden_grad[part] = grad @ rows
             if weight_grad is not None:
-                add_product(weight_grad[: ctx.columns], grad.t(), hidden[part])
+                add_product(weight_grad.total[: ctx.columns], grad.t(), hidden[part])
             del grad  # before the next chunk's logits
-        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), *[None] * 6
+        return hidden_grad, None if weight_grad is None else weight_grad.for_autograd(), *[None] * 6
 
 
 def chunks(tokens: int, chunk_size: int | None) -> Iterator[slice]:
@@ -205,13 +205,3 @@ def _logits_grad(
         grad = x.sub_(mean[:, None]).mul_(h[:, None]).add_(g[:, None]).mul_(minus_p)
     at_label = column[:, None] == torch.arange(logits.size(1), device=logits.device)
     return grad.add_(torch.where(at_label, g[:, None], 0.0)).div_(temperature).to(dtype)
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, in place; on a CPU a 16-bit product is rounded before it is added in float32."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif left.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total += left @ right

@@ -1,0 +1,50 @@
+"""The gradient of a weight, summed in float32 where data parallelism keeps it, without a copy of it on the way.
+
+By names of Megatron's: a parameter that is trained with others has ``main_grad``, into which the gradients of a step's
+micro-batches are summed, and ``grad_added_to_main_grad``, which says that one has been added there already: what
+autograd is given of it counts for nothing then, and only says that it is there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class WeightGradient:
+    """What products add up to, of one weight in one backward pass."""
+
+    def __init__(self, weight: Tensor, main_grad: Tensor | None, *, of_many: bool) -> None:
+        """
+        Args:
+            main_grad: where the sum goes, as it was in the forward pass; without one it is a tensor of its own.
+            of_many: whether products are added up, for which such a tensor is float32.
+        """
+        self._weight, self._main_grad = weight, main_grad
+        if main_grad is None:
+            main_grad = torch.zeros_like(weight, dtype=torch.float32 if of_many else weight.dtype)
+        self.total = main_grad
+
+    def for_autograd(self) -> Tensor | None:
+        """What backward returns for the weight."""
+        if self._main_grad is None:
+            return self.total.to(self._weight.dtype)
+        if getattr(self._weight, "zero_out_wgrad", False):
+            return None  # an embedding with this weight brings a gradient of its own, which is still to be added
+        self._weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        return torch.empty_like(self._weight)
+
+
+def main_grad_of(weight: Tensor) -> Tensor | None:
+    """Where data parallelism sums the weight's gradients, if it does."""
+    return getattr(weight, "main_grad", None)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``, in place; on a CPU a 16-bit product is rounded before it is added in float32."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
