@@ -34,6 +34,12 @@ class ClusterOptions:
         None,
         "Move the trainers' GPU memory to host memory while the engines generate (default with --colocate on GPUs).",
     )
+    offload_budget_gib: float = option(
+        0.0,
+        "GiB of each GPU that sleeping trainers keep, of weights first, then of optimizer state: what is not copied to "
+        "host memory and back. Engines take their share (--sglang-mem-fraction-static) of what is left.",
+        at_least=0,
+    )
     offload_rollout: bool | None = option(
         None,
         "Free the engines' GPU memory while the trainers train; weights are pushed again afterwards (default "
@@ -126,6 +132,8 @@ class WeightUpdateOptions:
 RULES = (
     Rule("trainer_snapshot_interval", "has no effect with", "placement=rollout_only", ": nothing is trained"),
     Rule("offload_train offload_rollout", "needs", "placement=colocate", ": nobody else wants that memory"),
+    Rule("offload_budget_gib", "needs", "placement=colocate", ": nobody else wants that memory"),
+    Rule("offload_budget_gib", "has no effect with", "offload_train=False", ": trainers do not sleep"),
     Rule(
         "update_weight_transport=distributed|nccl",
         "needs separate slots, not",

@@ -25,6 +25,7 @@ _NAMES = {
     "placement=train_only": "--debug-train-only",
     "precision=float32": "--fp32",
     "precision=float16": "--fp16",
+    "offload_train=False": "--no-offload-train",
     "!check_for_nan_in_loss_and_grad": "--no-check-for-nan-in-loss-and-grad",
     "asynchronous": "train_async.py",
 }

@@ -51,7 +51,8 @@ class Trainer(Protocol):
         the last pipeline stage, or the model takes more than text. It is enough that the weights are awake."""
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """Give back the GPU's memory, but for the actor's weights if they are to stay."""
+        """Give back the GPU's memory, but for ``--offload-budget-gib`` of it, and the actor's weights if they are to
+        stay."""
 
     def wake(self, *, weights_only: bool) -> Memory:
         """Undo `sleep`, or only for the actor's weights; what was in use before."""
@@ -110,8 +111,9 @@ class Learner(Protocol):
     def head_weight(self) -> Tensor:
         """The output layer's weight [vocabulary / TP, h], on the last pipeline stage of an actor."""
 
-    def sleep(self, *, keep_weights: bool) -> None:
-        """Give back the device memory of gradients and optimizer state, and of the weights unless they are to stay."""
+    def sleep(self, *, keep_weights: bool, budget: int) -> int:
+        """Give back the device memory of gradients and optimizer state, and of the weights unless they are to stay, but
+        for what fits into ``budget`` bytes; how many are left of these."""
 
     def wake(self, *, weights_only: bool) -> None:
         """Undo `sleep`, or only for the weights."""

@@ -80,9 +80,9 @@ class RolloutTrainer:
 
     def sleep(self, *, keep_weights: bool) -> None:
         with self._memory.phase("sleep"):
-            self._actor.sleep(keep_weights=keep_weights)
+            budget = self._actor.sleep(keep_weights=keep_weights, budget=int(self.args.offload_budget_gib * 2**30))
             if self._critic is not None:
-                self._critic.sleep(keep_weights=False)
+                self._critic.sleep(keep_weights=False, budget=budget)
             device.release_unused()
 
     def wake(self, *, weights_only: bool) -> device.Memory:

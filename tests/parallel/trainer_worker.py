@@ -245,8 +245,11 @@ class Rank:
             trainers[name] = trainer = MegatronTrainer(self.arguments(case, save=saved[name], **options))
             self.train(trainer, case, 0, 2)
             self.save(trainer, 1)
-            trainer.sleep(keep_weights=False)
-            trainer.wake(weights_only=False)
+            for gib in (1.0, 1e-4, 0.0):  # all that sleeps stays, then some of it, then nothing
+                trainer.args.offload_budget_gib = gib
+                trainer.sleep(keep_weights=True)
+                trainer.sleep(keep_weights=False)
+                trainer.wake(weights_only=False)
             self.train(trainer, case, 2, 3)
         for name, options in kinds.items():
             for other, directory in saved.items():

@@ -105,15 +105,18 @@ class MegatronLearner:
 
     # ---- device memory
 
-    def sleep(self, *, keep_weights: bool) -> None:
+    def sleep(self, *, keep_weights: bool, budget: int) -> int:
+        """As `Learner`. Weights are the first that stay: they would be copied while nothing else goes on, out and back,
+        optimizer state out only. Gradients never do: they are not copied at all."""
         self._sleeping_gradients.sleep()
-        self._sleeping_state.sleep()
-        if not keep_weights:
-            self._sleeping_weights.sleep()
+        weights = min(budget, self._sleeping_weights.nbytes())
+        budget -= self._sleeping_state.sleep(budget - weights)
+        budget -= weights if keep_weights else self._sleeping_weights.sleep(budget)
         if self.args.transformer_impl == "transformer_engine":
             from slime.backends.megatron.layers import te  # the package need not be installed
 
             te.release_unused()
+        return budget
 
     def wake(self, *, weights_only: bool) -> None:
         """As `Learner`; gradients are undefined, as they are between steps."""

@@ -195,7 +195,9 @@ def _trainers(args: Namespace, count: int, on_gpus: bool) -> Iterator[Share]:
     if offloads:
         pinned = "copies of sleeping trainers, pinned" if on_gpus else "copies of sleeping trainers"
         less = ("--no-offload-train, where GPUs have room", _MORE)
-        yield Share(pinned, of_all * (weights + (1 - in_host * on_gpus) * rank.state), less=less)
+        stays = count * args.offload_budget_gib * 2**30
+        copies = of_all * (weights + (1 - in_host * on_gpus) * rank.state)
+        yield Share(pinned, max(0.0, copies - stays), less=("raise --offload-budget-gib, where GPUs have room", *less))
     sets = _weight_sets(args)
     less = ("drop what needs another set of weights", _MORE)
     yield Share(f"sets of weights: {', '.join(sets)}", count * sum(sets.values()) * rank.kept, less=less)

@@ -31,20 +31,35 @@ class SleepingTensors:
         self._keep = keep
         self._host = torch.empty(0, dtype=torch.uint8)
         self._asleep: list[tuple[torch.UntypedStorage, int]] = []
+        self._awake = 0
 
-    def sleep(self) -> None:
-        """Give the memory back to torch; `device.release_unused` hands it on. What sleeps already stays so."""
+    def sleep(self, budget: int = 0) -> int:
+        """Give the memory back to torch, but for what fits into ``budget`` bytes, storages in their order; how many
+        those are. `device.release_unused` hands on what is given back. What sleeps already stays so."""
         if self._asleep:
-            return
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors()}
-        self._asleep = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
-        if self._keep:
+            return self._awake
+        self._awake = 0
+        for storage in self._storages():
+            if self._awake + storage.nbytes() <= budget:
+                self._awake += storage.nbytes()
+            else:
+                self._asleep.append((storage, storage.nbytes()))
+        if self._keep and self._asleep:
             self._make_room()
             device.wait_side_stream()
             self._copy(lambda host, own: host.copy_(own, non_blocking=True))
             device.synchronize()
         for storage, _ in self._asleep:
             storage.resize_(0)
+        return self._awake
+
+    def nbytes(self) -> int:
+        """What they take while awake."""
+        return sum(storage.nbytes() for storage in self._storages()) + sum(nbytes for _, nbytes in self._asleep)
+
+    def _storages(self) -> Iterable[torch.UntypedStorage]:
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors()}
+        return [storage for storage in storages.values() if storage.nbytes()]
 
     def wake(self, *, on_side_stream: bool = False) -> None:
         """Take the memory again, with the values where they are kept.
