@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from slime.entry.arguments import parse_args
 from tools import bench, make_tiny_model
-from tools.benchmarks import loop, train
+from tools.benchmarks import loop, rollout, train
 from tools.benchmarks.report import Report, name_of
 
 NUM_GPUS = 0
@@ -49,6 +50,19 @@ def test_a_model_of_ones_own_is_measured_with_its_weights(tmp_path: Path, monkey
     assert name_of(options) == "mine"
     options.hf_checkpoint = None
     assert "--random-weights" in loop.arguments(options, tmp_path / "run", [])
+
+
+def test_the_rollout_path_is_measured_by_an_engine_of_a_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has options that no command line has."""
+    monkeypatch.chdir(tmp_path)
+    make_tiny_model.main(["mine"])
+    options = bench.parse(["rollout", "--hf-checkpoint", "mine"])
+    options.scratch = tmp_path
+    words = loop.arguments(options, tmp_path / "run", [])
+    args = parse_args([*words, "--debug-rollout-only", "--rollout-num-gpus", "1"])
+    command = rollout.engine_of(args, tmp_path)._command(1234, 1235)
+    assert command[command.index("--model-path") + 1] == str(tmp_path / "mine")
+    assert command[command.index("--attention-backend") + 1] == "triton"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import asyncio
 import copy
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,6 +16,7 @@ from slime.backends.sglang.engine import Engine
 from slime.backends.sglang.router import Router
 from slime.data import Group
 from slime.entry.arguments import parse_args
+from slime.fleet.spec import fleet_of
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.groups.collect import collect
 from slime.rollout.sampling import train_sampling_params
@@ -37,7 +39,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     words += ["--rollout-batch-size", str(_PROMPTS), "--n-samples-per-prompt", str(_SAMPLES)]
     args = parse_args(words)
     args.long_tail = False
-    engine = Engine(args, 0, "127.0.0.1", None, options.log_dir / "engine.log", cuda_devices=["0"])
+    engine = engine_of(args, options.log_dir)
     router = Router(args, "127.0.0.1", None, options.log_dir / "router.log")
     try:
         engine.start()
@@ -55,6 +57,12 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     report.add("rollout path / bare client", model, 1, statistics.median(ratios), "", at_least=0.97, **details)
     report.add("rollout path", model, 1, statistics.median(ours), "tok/s")
     report.add("bare client", model, 1, statistics.median(bare), "tok/s")
+
+
+def engine_of(args: argparse.Namespace, log_dir: Path) -> Engine:
+    """The one engine of a run with these options, on the first GPU."""
+    (spec,) = fleet_of(args).engines
+    return Engine(spec.options(args, on_gpus=True), 0, "127.0.0.1", None, log_dir / "engine.log", cuda_devices=["0"])
 
 
 async def _alternate(args: argparse.Namespace, url: str) -> tuple[list[float], list[float], list[float]]:

@@ -29,6 +29,8 @@ _FLAGS = {
     "max-tokens-per-gpu": "256",
     "actor-num-gpus-per-node": "1",
     "lr": "1e-4",
+    # A GPU's share is the cache of so many tokens of so small a model that the list of its places does not fit.
+    "sglang-max-total-tokens": "65536",
 }
 _SWITCHES = ("colocate", "apply-chat-template", "use-dynamic-batch-size")
 
