@@ -5,8 +5,6 @@ Imported where there is a GPU only: Triton is not installed elsewhere.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -20,12 +18,12 @@ _NORM_BLOCKS = 512
 
 @triton.jit
 def _swiglu_grad(
-    grad: Any,
-    y: Any,
-    weights: Any,
-    y_grad: Any,
-    weights_grad: Any,
-    channels: Any,
+    grad: tl.tensor,
+    y: tl.tensor,
+    weights: tl.tensor,
+    y_grad: tl.tensor,
+    weights_grad: tl.tensor,
+    channels: tl.tensor,
     weighted: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
@@ -75,14 +73,14 @@ def swiglu_grad(grad: Tensor, y: Tensor, weights: Tensor | None = None) -> tuple
 
 @triton.jit
 def _rotate(
-    x: Any,
-    cos: Any,
-    sin: Any,
-    out: Any,
-    token_stride: Any,
-    head_stride: Any,
-    heads: Any,
-    sign: Any,
+    x: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    out: tl.tensor,
+    token_stride: tl.tensor,
+    head_stride: tl.tensor,
+    heads: tl.tensor,
+    sign: tl.tensor,
     pairs: tl.constexpr,
     channels: tl.constexpr,
     interleaved: tl.constexpr,
@@ -147,7 +145,15 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, back: boo
 
 @triton.jit
 def _norm_grad(
-    grad: Any, x: Any, weight: Any, scale: Any, x_grad: Any, parts: Any, rows: Any, channels: Any, WIDTH: tl.constexpr
+    grad: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    scale: tl.tensor,
+    x_grad: tl.tensor,
+    parts: tl.tensor,
+    rows: tl.tensor,
+    channels: tl.tensor,
+    WIDTH: tl.constexpr,
 ) -> None:
     block, blocks = tl.program_id(0), tl.num_programs(0)
     place = tl.arange(0, WIDTH)
