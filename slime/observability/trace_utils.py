@@ -131,10 +131,10 @@ def bind_trace_carrier(
     if not isinstance(carrier, Mapping) or not isinstance(ids["trace_id"], str):
         return None
     tried = said.get("attempt") if attempt is None else attempt
-    own: dict[str, Any] = {"events": []} if said.get("is_sent") or not isinstance(carrier, dict) else carrier
-    own |= {"version": _VERSION, "trace_id": ids["trace_id"], "is_part": True}
-    own["attempt"] = tried if isinstance(tried, int) else 0
-    own.setdefault("events", [])
+    own: dict[str, Any] = {} if said.get("is_sent") or not isinstance(carrier, dict) else carrier
+    if "events" not in own:  # else it is a whole trace, of which `export_trace` sends no events
+        own |= {"events": [], "is_part": True}
+    own |= {"version": _VERSION, "trace_id": ids["trace_id"], "attempt": tried if isinstance(tried, int) else 0}
     return TraceHandle(carrier=own, attempt=own["attempt"], **ids)
 
 
@@ -155,7 +155,8 @@ def import_trace(target: Any, carrier: Any = None) -> Any:
             continue
         known = handle.carrier["events"]
         whose = {"sample_id": handle.sample_id, "group_id": handle.group_id, "trace_id": handle.trace_id}
-        told = [{**_plain(event), **whose} for event in events if _is_event(event)]
+        plain = [_plain(event) for event in events if _is_event(event)]
+        told = [{k: v for k, v in event.items() if v is not None} | whose for event in plain]
         # In place: other handles have this list.
         known[:] = sorted([*known, *(event for event in told if event not in known)], key=lambda event: event["ts"])
     return target
@@ -289,7 +290,7 @@ def _is_event(told: Any) -> bool:
     """Whether it has what readers of a trace count on."""
     if not isinstance(told, Mapping) or not isinstance(told.get("name"), str):
         return False
-    if not isinstance(told.get("attrs", {}), Mapping) or not isinstance(told.get("parent_span_id", ""), str):
+    if not isinstance(told.get("attrs"), Mapping | None) or not isinstance(told.get("parent_span_id"), str | None):
         return False
     at, kind, of_span = told.get("ts"), told.get("type"), isinstance(told.get("span_id"), str)
     is_time = isinstance(at, (int, float)) and not isinstance(at, bool) and abs(at) < _LAST_TIME

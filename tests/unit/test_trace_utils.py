@@ -273,6 +273,9 @@ def test_what_comes_from_elsewhere_may_be_anything() -> None:
     import_trace(sample, {**carrier, "events": [*bad, good]})
     assert events_of(sample, "name", "sample_id", "ts") == [("found", 3, 5.0)]
     json.dumps(sample.trace)
+    import_trace(sample, {**carrier, "events": [{**good, "ts": 6.0, "attrs": None, "parent_span_id": None}]})
+    assert sample.trace is not None
+    assert not {"attrs", "parent_span_id"} & set(sample.trace["events"].pop())
     import_trace(sample, {**carrier, "trace_id": "another", "events": [{**good, "name": "other"}]})
     import_trace(sample, {**carrier, "events": {}})
     assert len(events_of(sample, "name")) == 1
@@ -286,13 +289,17 @@ def test_upstreams_forms_of_carriers() -> None:
     assert (handle.sample_id, [event["name"] for event in handle.carrier["events"]]) == (3, ["there"])
     assert bind_trace(sample).carrier["events"] == []
     assert sample.trace is not None
-    trace_event(bind_trace_carrier(sample.trace, parent_span_id="x"), "here")
+    whole = bind_trace_carrier(sample.trace, parent_span_id="x")
+    trace_event(whole, "here")
     assert [event["name"] for event in sample.trace["events"]] == ["here"]
+    assert export_trace(whole)["events"] == export_trace(sample)["events"] == []
     made: dict[str, Any] = {}
     with trace_span(bind_trace_carrier(made, trace_id="t", sample_id=4, attempt=2, parent_span_id="x"), "tool"):
         pass
     first = made["events"][0]
     assert (first["trace_id"], first["sample_id"], first["attempt"], first["parent_span_id"]) == ("t", 4, 2, "x")
+    again = bind_trace_carrier(made)
+    assert [event["name"] for event in export_trace(again)["events"]] == ["tool", "tool"]
 
 
 def test_carriers_of_several_samples_there_and_back() -> None:
