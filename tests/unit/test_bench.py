@@ -14,6 +14,7 @@ import pytest
 from slime.entry.arguments import parse_args
 from tools import bench, make_tiny_model
 from tools.benchmarks import loop, rollout, train
+from tools.benchmarks.floor import generation_floor
 from tools.benchmarks.report import Report, name_of
 
 NUM_GPUS = 0
@@ -132,3 +133,14 @@ def test_the_mfu_is_of_gpus_whose_peak_is_known(
     assert rows.pop("train, MFU", None) == (None if mfu is None else pytest.approx(mfu))
     assert list(rows) == ["train, tokens", "train, asleep", "train, sleep and wake"]
     assert (f"no peak is known of {gpu}, but of" in capsys.readouterr().err) == (mfu is None)
+
+
+def test_the_floor_of_generation_is_what_its_memory_takes(tmp_path: Path) -> None:
+    """Of Qwen3-1.7B's matrices and norms, and of two bytes for each key and value, written out."""
+    make_tiny_model.main([str(tmp_path / "mine"), "--like", "qwen3-1.7b"])
+    layer = 2048 * (2048 + 2 * 1024 + 2048 + 3 * 6144) + 2 * 2048
+    weights = 2 * (28 * layer + 151936 * 2048 + 2048)
+    cache = sum(256 * (14 + made) * 28 * 2 * 8 * 128 * 2 for made in range(512))
+    found = generation_floor(tmp_path / "mine", "NVIDIA H200", 256, 14, 512)
+    assert found == pytest.approx((512 * weights + cache) / 4.8e12, rel=1e-4)
+    assert generation_floor(tmp_path / "mine", "NVIDIA H100 PCIe", 256, 14, 512) is None

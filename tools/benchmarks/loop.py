@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from slime.utils import device
+from tools.benchmarks.floor import generation_floor
 from tools.benchmarks.report import BenchError, Report, make_model, name_of, weights_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +26,8 @@ _REFIT_S = {"qwen3-30b-a3b": 0.4}
 """To reach, colocated, pause to continue."""
 _DENSE_REFIT_S = 0.1
 _NCCL_REFIT_S = 0.4
+_RESPONSE = 512
+"""Tokens of a response, where all are alike."""
 _LONGEST = 4096
 """Tokens of the longest of long-tailed responses."""
 SPANS = {
@@ -49,7 +53,12 @@ SPANS = {
 
 
 def arguments(
-    options: argparse.Namespace, run_dir: Path, gpus: list[str], *, response: int = 512, rollouts: int = WARM_UP + STEPS
+    options: argparse.Namespace,
+    run_dir: Path,
+    gpus: list[str],
+    *,
+    response: int = _RESPONSE,
+    rollouts: int = WARM_UP + STEPS,
 ) -> list[str]:
     """A command line of train.py: 256 responses of ``response`` tokens a rollout, trained on in one step.
 
@@ -131,6 +140,7 @@ def measure_step(options: argparse.Namespace, report: Report) -> None:
     model, gpus = name_of(options), options.gpus
     report.add("step", model, gpus, step, "s", parts=parts)
     report.add("step, tokens", model, gpus, tokens / step / gpus, "tok/s/GPU")
+    _add_floor(lines, options, report)
     rest = [
         1 - sum(parts) / whole
         for whole, *parts in zip(warm(lines, "perf/step_time"), *_spans_by_step(lines), strict=True)
@@ -140,6 +150,21 @@ def measure_step(options: argparse.Namespace, report: Report) -> None:
     report.add("log-prob difference, mean", model, gpus, difference, "", at_most=0.02)
     _add_refit(lines, "refit, colocated", options, report)
     _add_sleep_wake(lines, options, report)
+
+
+def _add_floor(lines: list[dict[str, Any]], options: argparse.Namespace, report: Report) -> None:
+    """Of engines of one GPU each, as they are unless flags say otherwise."""
+    lengths, samples = median(lines, "rollout/total_lengths"), median(lines, "rollout/num_samples")
+    gpu, requests = device.hardware().partition(" x ")[2], round(samples / options.gpus)
+    floor = generation_floor(make_model(options), gpu, requests, lengths - _RESPONSE, _RESPONSE)
+    if floor is not None and "--rollout-num-gpus-per-engine" not in options.flags:
+        seconds = median(lines, "perf/rollout_time")
+        details = {
+            "floor_s": round(floor, 3),
+            "requests": requests,
+            "bandwidth": "weights and cache, read once a token",
+        }
+        report.add("generation over its floor", name_of(options), options.gpus, seconds / floor, "", **details)
 
 
 def _spans_by_step(lines: list[dict[str, Any]]) -> list[list[float]]:

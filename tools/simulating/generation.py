@@ -11,9 +11,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tools.simulating.constants import cost
-from tools.simulating.model import BF16
+from tools.simulating.model import BF16, Model
 from tools.simulating.plan import Phase, Plan
 from tools.simulating.training import layer_flops
+
+
+def weights_read(model: Model, batch: int) -> float:
+    """Bytes of the model that a step reads: of experts those that one of ``batch`` tokens takes, chosen evenly."""
+    dense = model.dense_parameters - (0 if model.tied else model.head_parameters)  # a row of the embedding each
+    shape = model.shape
+    taken = 1 - (1 - shape.moe_router_topk / shape.num_experts) ** batch if shape.num_experts else 0.0
+    return BF16 * (dense + taken * model.expert_parameters)
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,7 @@ class TokenCosts:
         """By what they are spent on, of ``batch`` requests with ``live`` tokens in the cache."""
         plan, gpu, shape = self.plan, self.plan.gpu, self.plan.model.shape
         width = plan.engine_gpus
-        weights = self.weights_read(batch) / width / (gpu.bandwidth * cost("weights read"))
+        weights = weights_read(plan.model, batch) / width / (gpu.bandwidth * cost("weights read"))
         flops = batch * self._flops / width / (gpu.flops * cost("products"))
         cached = live * plan.model.cached_bytes / self._cut / (gpu.bandwidth * cost("cache read"))
         found = {"weights or products": max(weights, flops), "cache": cached}
@@ -44,13 +52,6 @@ class TokenCosts:
         """GPUs that a token's cache is divided over; latents are whole on each."""
         shape = self.plan.model.shape
         return 1 if shape.latent is not None else min(self.plan.engine_gpus, shape.num_query_groups)
-
-    def weights_read(self, batch: int) -> float:
-        """Bytes of the whole model: of experts those that one of ``batch`` tokens takes, chosen evenly."""
-        model, shape = self.plan.model, self.plan.model.shape
-        dense = model.dense_parameters - (0 if model.tied else model.head_parameters)  # a row of the embedding each
-        taken = 1 - (1 - shape.moe_router_topk / shape.num_experts) ** batch if shape.num_experts else 0.0
-        return BF16 * (dense + taken * model.expert_parameters)
 
     def seconds(self, batch: int, live: float, steps: int) -> float:
         """Of so many steps, in which the cache grows by ``batch`` tokens each."""
