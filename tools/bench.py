@@ -30,7 +30,7 @@ check_installation()
 from slime.files.model_directory import has_weights  # noqa: E402
 from slime.options.flags.schema import flag_named, positive  # noqa: E402
 from slime.utils import device  # noqa: E402
-from tools.benchmarks import attention, loop, rollout, train  # noqa: E402
+from tools.benchmarks import attention, loop, rollout, train, trained  # noqa: E402
 from tools.benchmarks.report import BenchError, Report  # noqa: E402
 from tools.make_tiny_model import PUBLISHED  # noqa: E402
 
@@ -41,6 +41,7 @@ CASES: dict[str, tuple[Callable[[argparse.Namespace, Report], None], str]] = {
     "refit": (loop.measure_refit, "pushing weights: colocated, and from one half of the GPUs to the other"),
     "sleep-wake": (loop.measure_sleep_wake, "handing the GPUs' memory over and back"),
     "async": (loop.measure_async, "train_async.py against train.py on the same GPUs, long-tailed lengths"),
+    "trained": (trained.measure, "log-probs of trainer and engine after some supervised training of the model"),
     "rollout": (rollout.measure, "the rollout path against a minimal client of the same engine"),
 }
 

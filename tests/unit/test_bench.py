@@ -13,7 +13,7 @@ import pytest
 
 from slime.entry.arguments import parse_args
 from tools import bench, make_tiny_model
-from tools.benchmarks import loop, rollout, train
+from tools.benchmarks import loop, rollout, train, trained
 from tools.benchmarks.floor import generation_floor
 from tools.benchmarks.report import Report, name_of
 
@@ -133,6 +133,13 @@ def test_the_mfu_is_of_gpus_whose_peak_is_known(
     assert rows.pop("train, MFU", None) == (None if mfu is None else pytest.approx(mfu))
     assert list(rows) == ["train, tokens", "train, asleep", "train, sleep and wake"]
     assert (f"no peak is known of {gpu}, but of" in capsys.readouterr().err) == (mfu is None)
+
+
+def test_the_text_that_a_model_is_trained_on_is_in_pieces_of_one_length() -> None:
+    found = list(trained.pieces(loop.ROOT))
+    assert {len(piece) for piece in found} == {2000}
+    assert len(found) > trained.STEPS * trained.PIECES  # none is seen twice
+    assert Path(__file__).read_text()[:2000] in found
 
 
 def test_the_floor_of_generation_is_what_its_memory_takes(tmp_path: Path) -> None:

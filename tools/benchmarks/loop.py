@@ -114,7 +114,8 @@ def median(lines: list[dict[str, Any]], key: str) -> float:
     return statistics.median(values) if values else 0.0
 
 
-def _colocated(options: argparse.Namespace, report: Report) -> list[dict[str, Any]] | None:
+def colocated(options: argparse.Namespace, report: Report) -> list[dict[str, Any]] | None:
+    """Run the loop on GPUs that both sides share; nothing where there is no time for it."""
     if report.out_of_time("the colocated loop", 100.0):
         return None
     gpus = ["--colocate", "--actor-num-gpus-per-node", str(options.gpus)]
@@ -131,7 +132,7 @@ def _disaggregated(options: argparse.Namespace, report: Report) -> list[dict[str
 
 def measure_step(options: argparse.Namespace, report: Report) -> None:
     """A colocated step, part by part, and what comes with it."""
-    lines = _colocated(options, report)
+    lines = colocated(options, report)
     if lines is None:
         return
     step = median(lines, "perf/step_time")
@@ -173,9 +174,9 @@ def _spans_by_step(lines: list[dict[str, Any]]) -> list[list[float]]:
 
 def measure_refit(options: argparse.Namespace, report: Report) -> None:
     """Pause to continue: by handles on the same GPUs, and with two GPUs or more by NCCL to others."""
-    colocated = _colocated(options, report)
-    if colocated is not None:
-        _add_refit(colocated, "refit, colocated", options, report)
+    lines = colocated(options, report)
+    if lines is not None:
+        _add_refit(lines, "refit, colocated", options, report)
     disaggregated = _disaggregated(options, report)
     if disaggregated is not None:
         _add_refit(disaggregated, "refit, NCCL", options, report)
@@ -229,7 +230,7 @@ def _add_refit(lines: list[dict[str, Any]], case: str, options: argparse.Namespa
 
 def measure_sleep_wake(options: argparse.Namespace, report: Report) -> None:
     """Handing memory over and back, both sides."""
-    lines = _colocated(options, report)
+    lines = colocated(options, report)
     if lines is not None:
         _add_sleep_wake(lines, options, report)
 
