@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 
+from slime.backends.sglang.stacks import Stack
 from slime.files.hf_writer import NamedTensors
 
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 _ALIGNMENT = 16
 """Bytes; a view of the flat buffer as any dtype must start at a multiple of that dtype's size."""
 
@@ -59,6 +63,53 @@ def flat_layout(bucket: NamedTensors) -> tuple[list[FlattenedTensorMetadata], in
             )
         )
     return layout, end
+
+
+def stacked(layout: list[FlattenedTensorMetadata]) -> list[FlattenedTensorMetadata]:
+    """The same with one entry for experts of a layer that follow one another without a gap, alike in all but their
+    numbers: a matrix with a row for each, by the name of a `Stack`. Only servers with slime's patches read it."""
+    found: list[FlattenedTensorMetadata] = []
+    for _, run in groupby(_runs(layout), lambda expert: expert[0]):
+        experts = [members for _, members in run]
+        stack = _stack(experts)
+        found += [entry for members in experts for entry in members] if stack is None else [stack]
+    return found
+
+
+_Members = list[FlattenedTensorMetadata]
+
+
+def _runs(layout: list[FlattenedTensorMetadata]) -> Iterator[tuple[int, _Members]]:
+    """The tensors of one expert after another, or one that is no expert's; with a number of the run that it is of."""
+    number, before = 0, None
+    for expert, grouped in groupby(layout, lambda entry: (m := _EXPERT.fullmatch(entry.name)) and (m[1], int(m[2]))):
+        for members in [list(grouped)] if expert else [[entry] for entry in grouped]:
+            alike = [(_end(entry.name), entry.shape, entry.dtype) for entry in members]
+            follows = expert and before and before == ((expert[0], expert[1] - 1), alike, members[0].start_idx)
+            number += not follows
+            before = (expert, alike, members[-1].end_idx)
+            yield number, members
+
+
+def _end(name: str) -> str:
+    return name.rpartition(".experts.")[2].partition(".")[2]
+
+
+def _stack(experts: list[_Members]) -> FlattenedTensorMetadata | None:
+    """The entry of experts that follow one another; None of one alone, and where there are gaps within them."""
+    (first, *_), last = experts[0], experts[-1][-1]
+    size, dtype = last.end_idx - first.start_idx, first.dtype
+    members = experts[0]
+    if len(experts) < 2 or sum(entry.numel for entry in members) * len(experts) != size:
+        return None
+    if any(entry.dtype != dtype for entry in members):
+        return None
+    match = _EXPERT.fullmatch(first.name)
+    assert match is not None
+    parts = tuple((_end(entry.name), tuple(entry.shape)) for entry in members)
+    stack = Stack(match[1], int(match[2]), len(experts), parts)
+    shape = torch.Size((stack.count, stack.numel))
+    return FlattenedTensorMetadata(stack.name, shape, dtype, first.start_idx, last.end_idx, size)
 
 
 def serialize(payload: dict[str, Any], reduce: Callable[[object], Any]) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from slime.files.hf_writer import NamedTensors
 from slime.utils import device
 from slime.weights.engines import EngineAddress
-from slime.weights.payload import FlattenedTensorMetadata, flat_layout, serialize
+from slime.weights.payload import FlattenedTensorMetadata, flat_layout, serialize, stacked
 from slime.weights.publisher import Wait, WeightPublisher, trainer_world_size
 
 _EXPERTS_IN_ORDER: dict[str, Any] = {
@@ -107,6 +107,9 @@ class TensorPublisher(WeightPublisher):
         """By slots; kept when an engine leaves, for the next one there."""
         self._beside: EngineAddress | None = None
         """The engine that this rank is beside."""
+        self._layouts: dict[
+            tuple[str, ...], tuple[list[FlattenedTensorMetadata], list[FlattenedTensorMetadata], int]
+        ] = {}
         self._buffers: list[SharedBuffer | None] = [None, None]
         """Filled in turns: meanwhile engines may be loading from the other one."""
 
@@ -160,7 +163,7 @@ class TensorPublisher(WeightPublisher):
         return gathered or []
 
     def _fill(self, bucket: NamedTensors) -> str:
-        layout, size = flat_layout(bucket)
+        layout, told, size = self._layout(bucket)
         self._buffers.reverse()
         if (buffer := self._buffers[0]) is None or buffer.tensor.numel() < size:
             buffer = self._buffers[0] = None  # the smaller one goes first: on a GPU there may be no room for both
@@ -169,7 +172,18 @@ class TensorPublisher(WeightPublisher):
         for start, part in flat_parts(layout, bucket):
             flat[start : start + part.numel()].copy_(part)
         device.synchronize()
-        return serialize({"flattened_tensor": flat, "metadata": layout}, buffer.reduce)
+        return serialize({"flattened_tensor": flat, "metadata": told}, buffer.reduce)
+
+    def _layout(self, bucket: NamedTensors) -> tuple[list[FlattenedTensorMetadata], list[FlattenedTensorMetadata], int]:
+        """Where each tensor lies in the buffer, what engines are told of that, and its size: of each bucket, by its
+        names, as in the push before."""
+        names = tuple(name for name, _ in bucket)
+        if names not in self._layouts:
+            layout, size = flat_layout(bucket)
+            # Servers of releases that slime's patches are not for have no loader of stacks.
+            told = layout if self.args.allow_untested_versions else stacked(layout)
+            self._layouts[names] = layout, told, size
+        return self._layouts[names]
 
     def _deliver(self, bucket: NamedTensors, staged: list[str]) -> Wait:
         assert self._beside is not None

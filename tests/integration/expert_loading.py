@@ -2,8 +2,8 @@
 
     python -m tests.integration.expert_loading MODEL
 
-Prints a JSON object: how many entries of the list are looked at for each weight of an expert, without and with, and for
-each order of the weights what then differs from what the class loads without.
+Prints a JSON object: how many entries of the list are looked at for each weight of an expert, without and with, for
+each order of the weights what then differs from what the class loads without, and the same of experts in stacks.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import json
 import random
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from slime.backends.sglang import fixes, patches
+from slime.backends.sglang import fixes, load_record, patches
+from slime.weights.payload import flat_layout, stacked
 from tests.integration.float8_engine import differing, held, sglang_model, tensors_of
 
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.weight")
@@ -55,6 +57,53 @@ def looks_of(model: Any, weights: Named) -> float:
     return Counted.looks / len(experts)
 
 
+def in_stacks(weights: Named) -> Named:
+    """What a push brings of these weights, as an engine makes tensors of it."""
+    layout, size = flat_layout(weights)
+    flat = torch.zeros(size, dtype=torch.uint8)
+    for place, (_, tensor) in zip(layout, weights, strict=True):
+        flat[place.start_idx : place.end_idx].copy_(tensor.reshape(-1).view(torch.uint8))
+    return [(e.name, flat[e.start_idx : e.end_idx].view(e.dtype).reshape(e.shape)) for e in stacked(layout)]
+
+
+def cut(model: Any, kind: str) -> Any:
+    """The model as the second of two ranks has it, so far as experts go."""
+    for layer in (each.mlp.experts for each in model.model.layers):
+        w13, w2 = layer.w13_weight, layer.w2_weight
+        if kind == "tensor":
+            layer.moe_tp_size, layer.moe_tp_rank = 2, 1
+            w13.data, w2.data = w13.data[:, ::2].clone(), w2.data[:, :, ::2].clone()
+        if kind == "expert":
+            layer.num_local_experts = layer._num_local_routed = len(w13) // 2
+            layer._expert_storage_rank = layer.moe_ep_rank = 1
+            w13.data, w2.data = w13.data[::2].clone(), w2.data[::2].clone()
+    return model
+
+
+def compare_stacks(build: Callable[[], Any], weights: Named) -> dict[str, Any]:
+    """By how the layer is cut: what differs of what is loaded in stacks from what the class loads by itself, and which
+    share of the stacks was loaded at once."""
+    found: dict[str, Any] = {}
+    bundled, load = in_stacks(weights), load_record.load_stack
+    for kind in ("whole", "tensor", "expert", "apart"):
+        plain, model, tries = cut(build(), kind), cut(build(), kind), list[bool]()
+
+        def noted(*given: Any, tries: list[bool] = tries, kind: str = kind) -> Any:
+            reached = [] if kind == "apart" else load(*given)
+            tries.append(bool(reached))
+            return reached
+
+        load_record.load_stack = noted
+        plain.load_weights(weights)
+        load_record.prepare(model)
+        model.load_weights(bundled)
+        note = load_record.note_of(model)
+        given = (note.given.tensors, note.given.nbytes, sum(note.taken) >= note.given.nbytes)
+        want = (len(weights), sum(tensor.nbytes for _, tensor in weights), True)
+        found[kind] = [differing(held(model), held(plain)), sum(tries), len(tries), given == want]
+    return found
+
+
 def main(checkpoint: Path) -> dict[str, Any]:
     """Load in every order, compare."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
@@ -75,6 +124,7 @@ def main(checkpoint: Path) -> dict[str, Any]:
             model.load_weights(part)
         differ[order] = differing(held(model), wanted)
     return {
+        "stacks": compare_stacks(build, changed["pushed"]),
         "looks": (looks, looks_of(plain, changed["pushed"])),
         "differ": differ,
         "changed": len(differing(before, wanted)),

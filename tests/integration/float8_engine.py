@@ -8,6 +8,7 @@ what the same class loads of AFTER_FP8; and what else than its weights a model l
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Iterator
@@ -46,7 +47,7 @@ def sglang_model(checkpoint: Path) -> Any:
     parallel_state.init_distributed_environment(1, 0, where, local_rank=0, backend="gloo")
     parallel_state.initialize_model_parallel()
     config = ModelConfig.from_server_args(args)
-    initialize_dp_attention(args, config)
+    initialize_dp_attention(*(args, config)[: len(inspect.signature(initialize_dp_attention).parameters)])
     model_class, _ = ModelRegistry.resolve_model_cls(config.hf_config.architectures)
     quantization = json.loads((checkpoint / "config.json").read_text()).get("quantization_config")
     torch.set_default_dtype(torch.bfloat16)

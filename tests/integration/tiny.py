@@ -36,6 +36,7 @@ def engine_args(hf_checkpoint: Path, run_dir: Path, **changes: Any) -> argparse.
         "request_timeout": 120.0,
         "weight_update_timeout": 60.0,
         "drafts_apart": False,
+        "allow_untested_versions": False,
         "update_weight_transport": "tensor",
         "asynchronous": False,
         "pushes_float8": False,

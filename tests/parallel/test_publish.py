@@ -123,6 +123,7 @@ def run_rank(
         lora_sync="merged",
         weight_update_timeout=200.0,
         drafts_apart=False,
+        allow_untested_versions=False,
         check_weight_update_equal=False,
         asynchronous=False,
     )

@@ -195,7 +195,12 @@ def test_a_push_costs_by_the_engine(
     begun = Counter[str]()
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda self: (begun.update(["thread"]), start(self)))
-    options = {"check_weight_update_equal": False, "asynchronous": True, "drafts_apart": False}
+    options = {
+        "check_weight_update_equal": False,
+        "asynchronous": True,
+        "drafts_apart": False,
+        "allow_untested_versions": False,
+    }
     found = []
     for engines in _ENGINES:
         publisher = kind(Namespace(weight_update_timeout=60.0, **options), 0)

@@ -102,7 +102,11 @@ def test_a_push_that_does_not_fit(fails_in: str, rank: int, monkeypatch: pytest.
         yield [("a", torch.ones(2))]
 
     args = Namespace(
-        weight_update_timeout=100.0, drafts_apart=False, check_weight_update_equal=False, asynchronous=False
+        weight_update_timeout=100.0,
+        drafts_apart=False,
+        check_weight_update_equal=False,
+        asynchronous=False,
+        allow_untested_versions=False,
     )
     args.expert_model_parallel_size = args.expert_tensor_parallel_size = 1
     actor = TrainActor.__new__(TrainActor)

@@ -86,7 +86,11 @@ def test_the_check_has_the_experts_of_all_ranks(
     monkeypatch.setattr("slime.weights.publisher.EqualityCheck", Check)
     made.clear()
     args = Namespace(
-        check_weight_update_equal=True, asynchronous=False, weight_update_timeout=100.0, drafts_apart=False
+        check_weight_update_equal=True,
+        asynchronous=False,
+        weight_update_timeout=100.0,
+        drafts_apart=False,
+        allow_untested_versions=False,
     )
     engines = addresses_of([Dying("http://e")])
     figures = TensorPublisher(args, 0).publish(1, [[("a", torch.ones(2))]], engines, whole)
@@ -98,7 +102,11 @@ def test_what_the_check_needs_is_gathered_after_a_failure_too(monkeypatch: pytes
     """Other ranks wait in its collectives."""
     monkeypatch.setattr("slime.weights.publisher.EqualityCheck", Check)
     args = Namespace(
-        check_weight_update_equal=True, asynchronous=False, weight_update_timeout=100.0, drafts_apart=False
+        check_weight_update_equal=True,
+        asynchronous=False,
+        weight_update_timeout=100.0,
+        drafts_apart=False,
+        allow_untested_versions=False,
     )
     engines = addresses_of([Dying("http://e", dies_in="update_weights_from_tensor")])
     whole = iter([[("a", torch.ones(2))]] * 3)

@@ -251,7 +251,11 @@ class Loading(Engine):
 
 def test_a_push_that_is_not_proved_fails_and_the_next_one_begins_anew() -> None:
     args = Namespace(
-        check_weight_update_equal=False, asynchronous=False, weight_update_timeout=100.0, drafts_apart=False
+        check_weight_update_equal=False,
+        asynchronous=False,
+        weight_update_timeout=100.0,
+        drafts_apart=False,
+        allow_untested_versions=False,
     )
     publisher, engine = TensorPublisher(args, 0), Loading("http://e0")
     engines = addresses_of([engine])

@@ -34,7 +34,11 @@ BUCKETS = [[("a", torch.ones(2))], [("b", torch.ones(2))]]
 
 def arguments() -> Namespace:
     return Namespace(
-        check_weight_update_equal=False, asynchronous=False, weight_update_timeout=100.0, drafts_apart=False
+        check_weight_update_equal=False,
+        asynchronous=False,
+        weight_update_timeout=100.0,
+        drafts_apart=False,
+        allow_untested_versions=False,
     )
 
 

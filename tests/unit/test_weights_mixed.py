@@ -48,7 +48,9 @@ class Group:
 
 
 def publisher() -> MixedPublisher:
-    args = Namespace(weight_update_timeout=60.0, drafts_apart=False, check_weight_update_equal=False)
+    args = Namespace(
+        weight_update_timeout=60.0, drafts_apart=False, check_weight_update_equal=False, allow_untested_versions=False
+    )
     vars(args).update(asynchronous=False, update_weight_transport="tensor", lora_sync="merged")
     made = make_publisher(args, 0)
     assert isinstance(made, MixedPublisher)

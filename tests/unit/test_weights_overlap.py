@@ -89,7 +89,11 @@ class Pushed:
 
     def __init__(self, transport: str, monkeypatch: pytest.MonkeyPatch, load: Callable[[int, Any], None]) -> None:
         args = Namespace(
-            weight_update_timeout=200.0, drafts_apart=False, check_weight_update_equal=False, asynchronous=False
+            weight_update_timeout=200.0,
+            drafts_apart=False,
+            check_weight_update_equal=False,
+            asynchronous=False,
+            allow_untested_versions=False,
         )
         kinds: dict[str, type[WeightPublisher]] = {"tensor": TensorPublisher, "distributed": DistributedPublisher}
         self.publisher = kinds[transport](args, 0)

@@ -12,6 +12,8 @@ import torch
 
 from slime.backends.sglang.loaded import ACTION, Loaded, Tally, held_by, sample
 from slime.backends.sglang.scheduler_beats import when_scheduling_begins
+from slime.backends.sglang.stack_loader import load_stack
+from slime.backends.sglang.stacks import Stack
 
 _MODELS = "sglang.srt.models"
 _LOADER = "default_weight_loader"
@@ -124,7 +126,7 @@ def prepare(model: Any) -> None:
         global _loading
         _loading = note
         try:
-            return load(_tallied(note, weights), *args, **options)
+            return load(_tallied(note, model, weights), *args, **options)
         finally:
             _loading = None
 
@@ -144,12 +146,22 @@ _loading: LoadNote | None = None
 """Of the model that weights are being loaded into."""
 
 
-def _tallied(note: LoadNote, weights: Any) -> Any:
-    if isinstance(weights, list):  # as some loaders want it
-        for name, tensor in weights:
-            note.given.add(name, tensor)
-        return weights
-    return _each_tallied(note, weights)
+def _tallied(note: LoadNote, model: torch.nn.Module, weights: Any) -> Any:
+    """What the model's loader is to load: without stacks of experts, which are loaded here where that can be."""
+    if not isinstance(weights, list):
+        return _each_tallied(note, weights)
+    rest: list[tuple[str, torch.Tensor]] = []  # as some loaders want it
+    for name, tensor in weights:
+        stack = Stack.of_name(name)
+        apart = [(name, tensor)] if stack is None else list(stack.tensors(tensor))
+        for each, part in apart:
+            note.given.add(each, part)
+        if stack is not None and (reached := load_stack(model, stack, tensor)):
+            note.taken.append(tensor.nbytes)
+            note.reached |= {id(parameter) for parameter in reached}
+        else:
+            rest += apart
+    return rest
 
 
 def _each_tallied(note: LoadNote, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
