@@ -64,6 +64,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         case.add_argument("--flags", default="", help="more flags of train.py, in one word: --flags='--x 1'")
         if name == "train":
             train.add_arguments(case)
+        if name == "refit":
+            case.add_argument("--profile", action="store_true", help="print what pushes spend their time on, by rank")
     options = parser.parse_args(argv)
     if options.hf_checkpoint:
         if options.num_layers is not None:

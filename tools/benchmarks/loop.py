@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.utils import device
+from tools.benchmarks import push_profile
 from tools.benchmarks.floor import generation_floor
 from tools.benchmarks.report import BenchError, Report, make_model, name_of, weights_of
 
@@ -176,10 +177,10 @@ def measure_refit(options: argparse.Namespace, report: Report) -> None:
     """Pause to continue: by handles on the same GPUs, and with two GPUs or more by NCCL to others."""
     lines = colocated(options, report)
     if lines is not None:
-        _add_refit(lines, "refit, colocated", options, report)
+        _add_refit(lines, "refit, colocated", options, report, profiled="colocated")
     disaggregated = _disaggregated(options, report)
     if disaggregated is not None:
-        _add_refit(disaggregated, "refit, NCCL", options, report)
+        _add_refit(disaggregated, "refit, NCCL", options, report, profiled="disaggregated")
 
 
 def measure_async(options: argparse.Namespace, report: Report) -> None:
@@ -221,11 +222,16 @@ def _tokens_per_second(lines: list[dict[str, Any]]) -> float:
     return sum(tokens[-_ASYNC_STEPS:]) / (ends[-1] - ends[-1 - _ASYNC_STEPS])
 
 
-def _add_refit(lines: list[dict[str, Any]], case: str, options: argparse.Namespace, report: Report) -> None:
+def _add_refit(
+    lines: list[dict[str, Any]], case: str, options: argparse.Namespace, report: Report, profiled: str | None = None
+) -> None:
+    """With ``--profile`` the parts of the run ``profiled`` are printed as well."""
     at_most = _NCCL_REFIT_S if case.endswith("NCCL") else _REFIT_S.get(options.model, _DENSE_REFIT_S)
     seconds = median(lines, "perf/update_weights_paused_time")
     gigabytes = median(lines, "perf/update_weights_wire_bytes") / 1e9
     report.add(case, name_of(options), options.gpus, seconds, "s", at_most=at_most, gigabytes=round(gigabytes, 2))
+    if profiled and options.profile:
+        print("\n".join(push_profile.table(options.log_dir / profiled, seconds, STEPS)), flush=True)
 
 
 def measure_sleep_wake(options: argparse.Namespace, report: Report) -> None:
