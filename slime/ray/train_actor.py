@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import threading
 import time
@@ -51,6 +52,7 @@ class TrainActor:
         self._rank = rank
         self._store: TCPStore | None = None
         self._trainer: Trainer  # from `start` on
+        self._has_trained = False
         self._publisher: WeightPublisher | None = None
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank(gpu)))
 
@@ -76,6 +78,7 @@ class TrainActor:
         # So torch looks for the store of `serve_rendezvous` instead of serving one; other groups serve their own later.
         os.environ[_STORE_IS_THERE] = "True"
         self._trainer = trainer_of(self._args)
+        _keep_for_good()
         del os.environ[_STORE_IS_THERE]
         state = None
         if self._trainer.resumed_from and self._rank == 0:
@@ -139,7 +142,11 @@ class TrainActor:
 
     def train(self, rollout_id: int, batch: TrainBatch) -> list[dict[str, float]]:
         """Train on one rollout; one dict of metrics an optimizer step."""
-        return self._trainer.train(rollout_id, batch)
+        metrics = self._trainer.train(rollout_id, batch)
+        if not self._has_trained:
+            _keep_for_good()  # what the first step imports and compiles, too
+            self._has_trained = True
+        return metrics
 
     def save(
         self, rollout_id: int, rollout_state: dict[str, Any] | None, save: str, critic_save: str | None = None
@@ -176,6 +183,13 @@ class TrainActor:
         """Leave the transport's process groups."""
         if self._publisher is not None:
             self._publisher.close()
+
+
+def _keep_for_good() -> None:
+    """Have Python look for garbage among what is made from now on alone. It would go through a million objects again
+    and again: a push makes thousands of tensors, each of which counts towards the next look."""
+    gc.collect()
+    gc.freeze()
 
 
 def local_rank(gpu: str | None) -> int:

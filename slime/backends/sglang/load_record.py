@@ -152,16 +152,26 @@ def _tallied(note: LoadNote, model: torch.nn.Module, weights: Any) -> Any:
         return _each_tallied(note, weights)
     rest: list[tuple[str, torch.Tensor]] = []  # as some loaders want it
     for name, tensor in weights:
-        stack = Stack.of_name(name)
-        apart = [(name, tensor)] if stack is None else list(stack.tensors(tensor))
-        for each, part in apart:
-            note.given.add(each, part)
-        if stack is not None and (reached := load_stack(model, stack, tensor)):
+        if (stack := Stack.of_name(name)) is None:
+            note.given.add(name, tensor)
+            rest.append((name, tensor))
+            continue
+        note.given.include(_tally_of(stack, tensor.dtype))
+        if reached := load_stack(model, stack, tensor):
             note.taken.append(tensor.nbytes)
             note.reached |= {id(parameter) for parameter in reached}
         else:
-            rest += apart
+            rest += stack.tensors(tensor)
     return rest
+
+
+@functools.cache  # of each push the same
+def _tally_of(stack: Stack, dtype: torch.dtype) -> Tally:
+    """Of its tensors one by one, as whoever sent them counts them."""
+    tally = Tally()
+    for name, tensor in stack.tensors(torch.empty(stack.count, stack.numel, dtype=dtype, device="meta")):
+        tally.add(name, tensor)
+    return tally
 
 
 def _each_tallied(note: LoadNote, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -40,6 +40,12 @@ class Tally:
         self.nbytes += nbytes
         self.digest = (self.digest + crc32(name.encode()) * (2 * nbytes + 1)) & _WORD
 
+    def include(self, other: Tally) -> None:
+        """Count all of another's."""
+        self.tensors += other.tensors
+        self.nbytes += other.nbytes
+        self.digest = (self.digest + other.digest) & _WORD
+
     def __str__(self) -> str:
         return f"{self.tensors} tensors of {self.nbytes} bytes"
 

@@ -72,9 +72,12 @@ def _plain_layer(model: torch.nn.Module, stack: Stack) -> Any:
 def _runs(layer: Any, stack: Stack) -> Iterator[tuple[int, int, int]]:
     """Experts of this rank that follow one another here and in the stack: the first one's place in either, and how
     many."""
+    location: Any = None
+    if getattr(layer, "uses_expert_location", True):  # 0.5.23 says which layers do
+        location = importlib.import_module("sglang.srt.eplb.expert_location").get_global_expert_location_metadata()
     run: tuple[int, int, int] | None = None
     for i in range(stack.count):
-        for local in _places(layer, stack.first + i):
+        for local in _places(layer, location, stack.first + i):
             if run is not None and (local, i) == (run[0] + run[2], run[1] + run[2]):
                 run = (run[0], run[1], run[2] + 1)
                 continue
@@ -85,11 +88,8 @@ def _runs(layer: Any, stack: Stack) -> Iterator[tuple[int, int, int]]:
         yield run
 
 
-def _places(layer: Any, expert: int) -> Sequence[int]:
+def _places(layer: Any, location: Any, expert: int) -> Sequence[int]:
     """Where this rank has an expert, as `FusedMoE.weight_loader` finds it."""
-    location: Any = None
-    if getattr(layer, "uses_expert_location", True):  # 0.5.23 says which layers do
-        location = importlib.import_module("sglang.srt.eplb.expert_location").get_global_expert_location_metadata()
     physical = [expert] if location is None else location.logical_to_all_physical(layer.layer_id, expert, False)
     found = (layer._map_global_expert_id_to_local_expert_id(each) for each in physical)
     return [local for local in found if 0 <= local < layer.num_local_experts]
