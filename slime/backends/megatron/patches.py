@@ -164,27 +164,6 @@ def add_gradients_by_torch() -> None:
     layers.get_dummy_wgrad = stand_in
 
 
-def take_own_gradients_of_swiglu() -> None:
-    """Has the gradient of SwiGLU, weighted or not, made by a kernel that reads and writes everything once; torch's
-    compiler reads it twice."""
-    from megatron.core.fusions import fused_bias_swiglu as fusions
-
-    from slime.backends.megatron.layers.gpu_kernels import swiglu_grad
-
-    def saved(ctx: Any) -> list[Tensor]:
-        y, *weights = ctx.saved_tensors
-        return [y.to(ctx.ori_input_dtype) if ctx.fp8_input_store else y, *weights]
-
-    def plain(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return swiglu_grad(grad, *saved(ctx))[0], None, None
-
-    def weighted(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *swiglu_grad(grad, *saved(ctx)), None
-
-    fusions.SwiGLUFunction.backward = staticmethod(plain)
-    fusions.WeightedSwiGLUFunction.backward = staticmethod(weighted)
-
-
 def collect_results_in_this_process() -> None:
     """Collects what a save's writers did in the rank itself, not in a server process, which takes seconds to start and
     outlives a killed trainer.
@@ -281,13 +260,6 @@ FIXES: tuple[Patch[RankFacts], ...] = (
     ),
     _megatron("order_of_experts", "Megatron's permutation has one order.", fix_order_of_experts),
     _megatron("gradient_products", "Megatron adds them by torch.", add_gradients_by_torch),
-    _megatron(
-        "swiglu_gradient",
-        "Megatron's takes as long.",
-        take_own_gradients_of_swiglu,
-        _RANK + ", on hosts with CUDA",
-        lambda rank: rank.cuda,
-    ),
 )
 
 EACH_SAVE: tuple[Patch[RankFacts], ...] = (
