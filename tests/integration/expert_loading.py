@@ -8,6 +8,7 @@ each order of the weights what then differs from what the class loads without, a
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -66,10 +67,11 @@ def in_stacks(weights: Named) -> Named:
     return [(e.name, flat[e.start_idx : e.end_idx].view(e.dtype).reshape(e.shape)) for e in stacked(layout)]
 
 
-def cut(model: Any, kind: str) -> Any:
-    """The model as the second of two ranks has it, so far as experts go."""
+def cut(model: Any, kind: str, is_on_cpu: bool) -> Any:
+    """The model as the second of two ranks has it, so far as experts go; not ``is_on_cpu``: loaded as on a GPU."""
     for layer in (each.mlp.experts for each in model.model.layers):
         w13, w2 = layer.w13_weight, layer.w2_weight
+        vars(layer)["use_padded_loading"] = is_on_cpu
         if kind == "tensor":
             layer.moe_tp_size, layer.moe_tp_rank = 2, 1
             w13.data, w2.data = w13.data[:, ::2].clone(), w2.data[:, :, ::2].clone()
@@ -85,8 +87,8 @@ def compare_stacks(build: Callable[[], Any], weights: Named) -> dict[str, Any]:
     share of the stacks was loaded at once."""
     found: dict[str, Any] = {}
     bundled, load = in_stacks(weights), load_record.load_stack
-    for kind in ("whole", "tensor", "expert", "apart"):
-        plain, model, tries = cut(build(), kind), cut(build(), kind), list[bool]()
+    for kind, is_on_cpu in itertools.product(("whole", "tensor", "expert", "apart"), (True, False)):
+        plain, model, tries = cut(build(), kind, is_on_cpu), cut(build(), kind, is_on_cpu), list[bool]()
 
         def noted(*given: Any, tries: list[bool] = tries, kind: str = kind) -> Any:
             reached = [] if kind == "apart" else load(*given)
@@ -100,7 +102,12 @@ def compare_stacks(build: Callable[[], Any], weights: Named) -> dict[str, Any]:
         note = load_record.note_of(model)
         given = (note.given.tensors, note.given.nbytes, sum(note.taken) >= note.given.nbytes)
         want = (len(weights), sum(tensor.nbytes for _, tensor in weights), True)
-        found[kind] = [differing(held(model), held(plain)), sum(tries), len(tries), given == want]
+        found[f"{kind}, {'CPU' if is_on_cpu else 'GPU'}"] = [
+            differing(held(model), held(plain)),
+            sum(tries),
+            len(tries),
+            given == want,
+        ]
     return found
 
 

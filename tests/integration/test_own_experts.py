@@ -76,10 +76,11 @@ def test_experts_are_found_near_the_one_before(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     # Every one at once, but for those that are to be loaded apart, and as the class itself loads them.
-    assert [(kind, *found["stacks"][kind]) for kind in found["stacks"]] == [
-        *((kind, [], 4, 4, True) for kind in ("whole", "tensor", "expert")),
-        ("apart", [], 0, 4, True),
-    ]
+    assert found["stacks"] == {
+        f"{kind}, {where}": [[], 0 if kind == "apart" else 4, 4, True]
+        for kind in ("whole", "tensor", "expert", "apart")
+        for where in ("CPU", "GPU")
+    }
     without, now = found["looks"]
     assert without > 60, "SGLang looks names up now: drop the patch"
     assert now < 20
