@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.sglang.stacks import Stack
+from slime.files.expert_stacks import Stack
 from slime.files.hf_writer import NamedTensors
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")

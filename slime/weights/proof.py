@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from slime.backends.sglang.client import EngineControl, EngineError
-from slime.backends.sglang.loaded import Held, Loaded, Tally, digests, sample
+from slime.backends.sglang.loads.loaded import Held, Loaded, Tally, digests, sample
 from slime.files.block_scaled import SCALE_END
 from slime.files.hf_writer import NamedTensors
 from slime.utils.errors import abbreviate

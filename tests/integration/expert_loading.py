@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.backends.sglang import fixes, load_record, patches
+from slime.backends.sglang import fixes, patches
+from slime.backends.sglang.loads import load_record
 from slime.weights.payload import flat_layout, stacked
 from tests.integration.float8_engine import differing, held, sglang_model, tensors_of
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slime.backends.sglang import fixes, patches
 from slime.backends.sglang.fixes import refuse_other_layouts
-from slime.backends.sglang.load_record import note_of, prepare
+from slime.backends.sglang.loads.load_record import note_of, prepare
 from slime.utils.http_utils import PortReservation
 from slime.weights.float8 import Float8Blocks
 

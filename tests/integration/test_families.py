@@ -177,7 +177,7 @@ import sys
 from types import SimpleNamespace
 import torch
 from slime.backends.sglang import fixes, patches
-from slime.backends.sglang.load_record import stale_copies
+from slime.backends.sglang.loads.load_record import stale_copies
 patches.install()
 from sglang.srt.models import glm4_moe, glm4_moe_lite
 kind = {"glm4_moe": glm4_moe.Glm4MoeGate, "glm4_moe_lite": glm4_moe_lite.Glm4MoeLiteGate}[sys.argv[1]]

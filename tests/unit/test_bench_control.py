@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.backends.sglang.loaded import Loaded
+from slime.backends.sglang.loads.loaded import Loaded
 from tools import bench_control
 from tools.benchmarks import control
 

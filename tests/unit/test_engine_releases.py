@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import requests
 
-from slime.backends.sglang import client, load_record
+from slime.backends.sglang import client
 from slime.backends.sglang.client import EngineControl, EngineError
-from slime.backends.sglang.loaded import ACTION
+from slime.backends.sglang.loads import load_record
+from slime.backends.sglang.loads.loaded import ACTION
 
 NUM_GPUS = 0
 OLD, NEW = "0.5.17", "0.5.23"

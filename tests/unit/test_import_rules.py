@@ -87,7 +87,7 @@ RULES = (
         "slime.weights",
         (
             *(*BASE, "slime.models", "slime.backends.megatron", "slime.observability"),
-            *("slime.backends.sglang.client", "slime.backends.sglang.loaded"),
+            *("slime.backends.sglang.client", "slime.backends.sglang.loads.loaded"),
         ),
         lazily=("sglang.srt.weight_sync.tensor_bucket", "sglang.srt.utils.MultiprocessingSerializer"),
     ),

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.sglang import load_record
-from slime.backends.sglang.load_record import bound, note_of, prepare, stale_copies
-from slime.backends.sglang.loaded import Held, Loaded, Tally, digests, held_by, sample
+from slime.backends.sglang.loads import load_record
+from slime.backends.sglang.loads.load_record import bound, note_of, prepare, stale_copies
+from slime.backends.sglang.loads.loaded import Held, Loaded, Tally, digests, held_by, sample
 
 NUM_GPUS = 0
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slime.backends.sglang.client import EngineError
-from slime.backends.sglang.loaded import Loaded, Tally, held_by
+from slime.backends.sglang.loads.loaded import Loaded, Tally, held_by
 from slime.files.hf_writer import NamedTensors
 from slime.weights.proof import PushProof
 from slime.weights.tensor import TensorPublisher

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.backends.sglang.stacks import Stack
+from slime.files.expert_stacks import Stack
 from slime.files.hf_writer import NamedTensors
 from slime.weights.payload import flat_layout, stacked
 

@@ -22,7 +22,7 @@ import ray
 import torch
 from aiohttp import web
 
-from slime.backends.sglang.loaded import Held, Loaded, Tally
+from slime.backends.sglang.loads.loaded import Held, Loaded, Tally
 from slime.files.hf_writer import NamedTensors
 from slime.ray.cluster import as_actor
 from slime.ray.supervision import Deadline, Supervisor

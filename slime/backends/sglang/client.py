@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import requests
 
-from slime.backends.sglang.loaded import ACTION, Loaded
+from slime.backends.sglang.loads.loaded import ACTION, Loaded
 from slime.backends.sglang.token_stream import OnTokens, TokenStream
 from slime.utils.errors import SlimeError
 from slime.utils.http_client import Http, RequestError, carried

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime.backends.sglang import cpu_stand_ins, fixes, load_record, same_kernels, scheduler_beats
+from slime.backends.sglang import cpu_stand_ins, fixes, same_kernels, scheduler_beats
+from slime.backends.sglang.loads import load_record
 from slime.options.flags.sglang import ROUTER_POLICY
 from slime.processes.server_process import FLOAT8_VARIABLE, SAME_KERNELS_VARIABLE, last_value
 from slime.utils import device, patching

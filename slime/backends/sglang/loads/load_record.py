@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from slime.backends.sglang.loaded import ACTION, Loaded, Tally, held_by, sample
+from slime.backends.sglang.loads.loaded import ACTION, Loaded, Tally, held_by, sample
+from slime.backends.sglang.loads.stack_loader import load_stack
 from slime.backends.sglang.scheduler_beats import when_scheduling_begins
-from slime.backends.sglang.stack_loader import load_stack
-from slime.backends.sglang.stacks import Stack
+from slime.files.expert_stacks import Stack
 
 _MODELS = "sglang.srt.models"
 _LOADER = "default_weight_loader"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.sglang.stacks import Stack
+from slime.files.expert_stacks import Stack
 
 _TARGETS = {
     "gate_proj.weight": ("w13_weight", "w1"),
