@@ -8,6 +8,7 @@ what the same class loads of AFTER_FP8; and what else than its weights a model l
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import sys
@@ -47,6 +48,7 @@ def sglang_model(checkpoint: Path) -> Any:
     parallel_state.init_distributed_environment(1, 0, where, local_rank=0, backend="gloo")
     parallel_state.initialize_model_parallel()
     config = ModelConfig.from_server_args(args)
+    _say_where_it_is()
     initialize_dp_attention(*(args, config)[: len(inspect.signature(initialize_dp_attention).parameters)])
     model_class, _ = ModelRegistry.resolve_model_cls(config.hf_config.architectures)
     quantization = json.loads((checkpoint / "config.json").read_text()).get("quantization_config")
@@ -58,6 +60,15 @@ def sglang_model(checkpoint: Path) -> Any:
         return model
 
     return build
+
+
+def _say_where_it_is() -> None:
+    """To 0.5.23, of which a scheduler tells each process its ranks: the only one."""
+    context: Any = importlib.import_module("sglang.srt.runtime_context")
+    names = getattr(context, "_parallel_fields", set)()
+    alone = {n: 0 for n in names if n.endswith("_rank")} | {n: 1 for n in names if n.endswith("_size")}
+    if alone:
+        context.get_parallel().override_permanently(**alone)
 
 
 def tensors_of(directory: Path) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,13 +37,14 @@ def load_stack(model: torch.nn.Module, stack: Stack, rows: torch.Tensor) -> list
         parameter = getattr(layer, name)
         reached[id(parameter)] = parameter
         load = layer._load_w2 if place == "w2" else layer._load_w13
+        rank = {"tp_rank": layer.moe_tp_rank} if "tp_rank" in inspect.signature(load).parameters else {}  # until 0.5.17
         for local, first, count in runs:
             load(
                 expert_data=parameter.data[local : local + count],
                 shard_dim=1 + _CUT[place],  # after that of experts
                 shard_id=place,
                 loaded_weight=column[first : first + count],
-                tp_rank=layer.moe_tp_rank,
+                **rank,
             )
     return list(reached.values())
 
@@ -58,6 +60,8 @@ def _plain_layer(model: torch.nn.Module, stack: Stack) -> Any:
     if not isinstance(layer, fused) or type(layer).weight_loader is not fused.weight_loader:
         return None
     if layer.quant_config is not None or type(layer.quant_method) is not plain or not layer.moe_runner_config.is_gated:
+        return None
+    if getattr(layer, "weight_load_method", None) is not None or layer._dwdp_bound:
         return None
     if layer.use_triton_kernels or layer.use_flashinfer_trtllm_moe or layer.use_presharded_weights:
         return None
