@@ -1,7 +1,7 @@
 """What a push sends to an engine: a pickle, by names that the server's unpickler accepts.
 
 It is made without importing SGLang, whose import takes seconds, and which on CPU works only with
-`backends.sglang.cpu_stand_ins`, which a trainer must not have.
+`backends.sglang.cpu.stand_ins`, which a trainer must not have.
 """
 
 from __future__ import annotations

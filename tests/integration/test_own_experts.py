@@ -26,7 +26,8 @@ LAYOUT: dict[str, Value] = {
 _HALVES = """
 from types import SimpleNamespace
 import torch
-from slime.backends.sglang import cpu_stand_ins, patches
+from slime.backends.sglang import patches
+from slime.backends.sglang.cpu import stand_ins
 patches.install()
 from sglang.srt.layers.moe import fused_moe_native as native
 from sglang.srt.layers.moe.topk import StandardTopKOutput
@@ -43,7 +44,7 @@ try:
     forward(0, ids.where(ids < 4, -1))
     print("nothing to mend")
 except RuntimeError:
-    cpu_stand_ins.leave_out_absent_experts()
+    stand_ins.leave_out_absent_experts()
 halves = forward(0, ids.where(ids < 4, -1)) + forward(4, (ids - 4).where(ids >= 4, -1))
 print(float((halves - whole).abs().max() / whole.abs().max()))
 print(float(forward(0, torch.full_like(ids, -1)).abs().max()))

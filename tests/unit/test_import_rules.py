@@ -112,7 +112,7 @@ _MOST_FILES = 15
 TORCH_CUDA = {
     "slime/utils/device.py",
     "slime/backends/megatron/cpu_shim.py",
-    "slime/backends/sglang/cpu_stand_ins.py",
+    "slime/backends/sglang/cpu/stand_ins.py",
 }
 OPTIONAL = ("wandb", "matplotlib", "math_verify", "peft", "tensorboard", "torch.utils.tensorboard")
 

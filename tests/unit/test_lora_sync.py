@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.sglang import cpu_stand_ins
 from slime.backends.sglang.client import ADAPTER, EngineError, GenerateClient
+from slime.backends.sglang.cpu import stand_ins
 from slime.backends.sglang.engine import Engine
 from slime.entry.arguments import parse_args
 from slime.files.hf_writer import NamedTensors
@@ -341,6 +341,6 @@ def test_memory_is_pinned_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -
     for name in ("tensor", "zeros"):
         monkeypatch.setattr(torch, name, getattr(torch, name))
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.pin_memory)
-    cpu_stand_ins.pin_nothing()
+    stand_ins.pin_nothing()
     assert torch.tensor([1, 2], dtype=torch.int32, pin_memory=True, device="cpu").tolist() == [1, 2]
     assert torch.zeros((3,), pin_memory=True).pin_memory().tolist() == [0, 0, 0]

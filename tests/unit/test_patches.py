@@ -157,7 +157,10 @@ def test_a_patch_may_last_for_a_block(
 
 
 CPU, ALL = (
-    {"stand_ins", "nothing_to_synchronize", "sampling_seeds", "memory_files", "forked_processes"},
+    {
+        *("stand_ins", "nothing_to_synchronize", "sampling_seeds", "memory_files", "forked_processes"),
+        "requests_together",
+    },
     {"rendezvous", "keys_in_answers", "beating_schedulers", "noted_loads"},
 )
 

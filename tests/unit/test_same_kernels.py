@@ -75,8 +75,13 @@ def test_an_engine_is_told_by_its_command_and_environment(tmp_path: Path) -> Non
     engine = make_engine(tmp_path)
     assert not ServerFacts.of_command(engine._command(1, 2), engine._environment()).same_kernels
     assert "--enable-deterministic-inference" not in engine._command(1, 2)
+    assert not ServerFacts.of_command([], engine._environment()).equal_bits
+    engine._args.deterministic_mode = True
+    assert ServerFacts.of_command([], engine._environment()).equal_bits
+    engine._args.deterministic_mode = False
     engine._args.true_on_policy_mode = True
     environment = engine._environment()
+    assert ServerFacts.of_command([], environment).equal_bits
     assert ServerFacts.of_command(engine._command(1, 2), environment).same_kernels
     assert environment[SAME_KERNELS_VARIABLE] == "1"
     assert environment["MKL_CBWR"] == kernels_of_any_shape()["MKL_CBWR"]

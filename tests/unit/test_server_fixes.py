@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from slime.backends.sglang import cpu_stand_ins, fixes
+from slime.backends.sglang import fixes
+from slime.backends.sglang.cpu import stand_ins
 from slime.processes.heartbeat import DIRECTORY_VARIABLE
 from slime.processes.server_process import FLOAT8_VARIABLE, GENERATE_KEY_VARIABLE
 from slime.utils.patching import ALLOW_VARIABLE, version_of
@@ -34,10 +35,10 @@ def mended(function):
 
 load_plugins()  # as a scheduler's process does first
 import multiprocessing, signal, threading
-from slime.backends.sglang import cpu_stand_ins
+from slime.backends.sglang.cpu import stand_ins
 from sglang.srt.entrypoints import engine
 engine._set_envs_and_config = lambda _: multiprocessing.set_start_method("spawn", force=True)
-cpu_stand_ins.fork_processes()
+stand_ins.fork_processes()
 signal.signal(signal.SIGQUIT, lambda *_: None)
 
 def tell(pipe):
@@ -118,9 +119,9 @@ def test_operators_that_torchvision_declares_itself_are_not_declared_again(
     extension = tmp_path / "_C.so"
     extension.touch()
     monkeypatch.setattr(torch.ops, "load_library", load)
-    monkeypatch.setattr(cpu_stand_ins, "_torchvision_library", None)
-    monkeypatch.setattr(cpu_stand_ins, "_torchvision", lambda: tmp_path)
+    monkeypatch.setattr(stand_ins, "_torchvision_library", None)
+    monkeypatch.setattr(stand_ins, "_torchvision", lambda: tmp_path)
     monkeypatch.setattr(torch.library.Library, "define", lambda self, schema: declared.append(schema.split("(")[0]))
-    cpu_stand_ins.declare_torchvision_operators()
+    stand_ins.declare_torchvision_operators()
     assert loaded == [str(extension)]
     assert declared == ([] if loads else ["nms", "qnms"])

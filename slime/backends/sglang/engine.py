@@ -14,6 +14,7 @@ from slime.backends.sglang.server import ExitInfo, Server
 from slime.options.checks.determinism import engines_are_deterministic
 from slime.processes.server_process import (
     ADMIN_KEY_VARIABLE,
+    EQUAL_BITS_VARIABLE,
     FLOAT8_VARIABLE,
     GENERATE_KEY_VARIABLE,
     SAME_KERNELS_VARIABLE,
@@ -280,6 +281,8 @@ class Engine(Server):
         if self._args.deterministic_mode:
             cublas = "CUBLAS_WORKSPACE_CONFIG"
             env = {cublas: DETERMINISTIC[cublas][0], **env, **kernels_of_any_shape()}
+        if self._args.true_on_policy_mode or self._args.deterministic_mode:
+            env[EQUAL_BITS_VARIABLE] = "1"
         if self._args.pushes_float8:
             env[FLOAT8_VARIABLE] = "1"
         if self._cuda_devices is None:

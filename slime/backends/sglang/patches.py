@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime.backends.sglang import cpu_stand_ins, fixes, same_kernels, scheduler_beats
+from slime.backends.sglang import fixes, same_kernels, scheduler_beats
+from slime.backends.sglang.cpu import attention, stand_ins
 from slime.backends.sglang.loads import load_record
 from slime.options.flags.sglang import ROUTER_POLICY
-from slime.processes.server_process import FLOAT8_VARIABLE, SAME_KERNELS_VARIABLE, last_value
+from slime.processes.server_process import EQUAL_BITS_VARIABLE, FLOAT8_VARIABLE, SAME_KERNELS_VARIABLE, last_value
 from slime.utils import device, patching
 from slime.utils.patching import OR, Patch
 from slime.utils.stores import RENDEZVOUS
@@ -36,7 +37,7 @@ class ServerFacts:
     """What decides which patches a server needs."""
 
     cuda: bool = field(default_factory=lambda: device.is_cuda())
-    torchvision: bool = field(default_factory=cpu_stand_ins.has_torchvision)
+    torchvision: bool = field(default_factory=stand_ins.has_torchvision)
     """Whether it is installed."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """The model's config.json."""
@@ -51,6 +52,8 @@ class ServerFacts:
     """Whether it is pushed weights in float8."""
     same_kernels: bool = False
     """Whether trainers compute by its kernels."""
+    equal_bits: bool = False
+    """Whether the bits of a request may not depend on those beside it."""
     further_node: bool = False
     """Whether it is not the first server of an engine on several nodes."""
 
@@ -66,6 +69,7 @@ class ServerFacts:
             sleeps="--enable-memory-saver" in flags,
             float8=FLOAT8_VARIABLE in environment,
             same_kernels=SAME_KERNELS_VARIABLE in environment,
+            equal_bits=EQUAL_BITS_VARIABLE in environment,
             further_node=int(last_value(flags, "--node-rank") or 0) > 0,
         )
 
@@ -85,6 +89,7 @@ class ServerFacts:
             sleeps=cuda and bool(sleeps),
             float8=args.pushes_float8,
             same_kernels=args.true_on_policy_mode,
+            equal_bits=args.true_on_policy_mode or args.deterministic_mode,
         )
 
 
@@ -126,49 +131,49 @@ def _on_cpu(
 
 
 CPU_STAND_INS: tuple[Patch[ServerFacts], ...] = (
-    _on_cpu("stand_ins", "SGLang guards these imports.", cpu_stand_ins.stand_in_for_absent_packages),
+    _on_cpu("stand_ins", "SGLang guards these imports.", stand_ins.stand_in_for_absent_packages),
     _on_cpu(
         "torchvision_operators",
         "torchvision is installed from the same index as torch.",
-        cpu_stand_ins.declare_torchvision_operators,
+        stand_ins.declare_torchvision_operators,
         " that have torchvision",
         lambda server: server.torchvision,
     ),
-    _on_cpu("nothing_to_synchronize", "`/weights_checker` does not call it there.", cpu_stand_ins.synchronize_nothing),
+    _on_cpu("nothing_to_synchronize", "`/weights_checker` does not call it there.", stand_ins.synchronize_nothing),
     _on_cpu(
         "nothing_to_pin",
         "LoRA layers, and what keeps routes, ask whether there is any.",
-        cpu_stand_ins.pin_nothing,
+        stand_ins.pin_nothing,
         ", with LoRA layers or whose routes are replayed",
         lambda server: server.lora or server.returns_routes,
     ),
     _on_cpu(
         "routes_of_each_step",
         "SGLang copies what it captures of a step on CPUs, too.",
-        cpu_stand_ins.keep_routes_of_each_step,
+        stand_ins.keep_routes_of_each_step,
         ", whose routes are replayed",
         lambda server: server.returns_routes,
     ),
     _on_cpu(
         "one_query_at_a_time",
         "SGLang has a backend of attention for CPUs whose bits are the same for prompts and in decoding.",
-        cpu_stand_ins.attend_one_by_one,
+        attention.attend_one_by_one,
         " of a run in true on-policy mode",
         lambda server: server.same_kernels,
     ),
-    _on_cpu("memory_files", "SGLang opens them.", cpu_stand_ins.open_memory_files),
-    _on_cpu("sampling_seeds", "SGLang allows torch_native there.", cpu_stand_ins.allow_sampling_seeds),
+    _on_cpu("memory_files", "SGLang opens them.", stand_ins.open_memory_files),
+    _on_cpu("sampling_seeds", "SGLang allows torch_native there.", stand_ins.allow_sampling_seeds),
     _on_cpu(
         "latent_attention",
         "SGLang's `AttentionBackendRegistry` knows torch_native.",
-        cpu_stand_ins.attend_to_latents,
+        stand_ins.attend_to_latents,
         ", with a model of multi-latent attention",
         lambda server: "kv_lora_rank" in server.model,
     ),
     _on_cpu(
         "absent_experts",
         "SGLang's `moe_forward_native` does not take -1 for a place in a list.",
-        cpu_stand_ins.leave_out_absent_experts,
+        stand_ins.leave_out_absent_experts,
         ", whose ranks have experts of their own",
         lambda server: server.splits_experts,
     ),
@@ -191,6 +196,13 @@ def _routers_of(model_type: str) -> Patch[ServerFacts]:
 EVERY_PROCESS: tuple[Patch[ServerFacts], ...] = (
     _sglang(
         "beating_schedulers", _EVERY, "SGLang tells whether an idle scheduler turns.", scheduler_beats.beat_in_loops
+    ),
+    _on_cpu(
+        "requests_together",
+        "SGLang's torch_native attention computes requests together.",
+        attention.attend_together,
+        " of a run that is not deterministic",
+        lambda server: not server.equal_bits,
     ),
     _sglang("noted_loads", _EVERY, "SGLang tells which names and bytes a load has written.", load_record.record_loads),
     *map(_routers_of, fixes.FLOAT32_ROUTERS),
@@ -242,7 +254,7 @@ SERVER_PROCESS: tuple[Patch[ServerFacts], ...] = (
         "forked_processes",
         f"{_OWN}, on hosts without CUDA",
         "SGLang forks on hosts without CUDA.",
-        cpu_stand_ins.fork_processes,
+        stand_ins.fork_processes,
         lambda server: not server.cuda,
     ),
     _sglang("keys_in_answers", _OWN, "SGLang does.", fixes.strike_keys_from_answers),

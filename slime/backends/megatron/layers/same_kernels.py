@@ -3,7 +3,7 @@
 On GPUs they are SGLang's own kernels, FlashAttention 3 in one part and the batch-invariant ones, with gradients of this
 package's; `slime.backends.sglang.same_kernels` has engines round between kernels where a trainer does. On CPUs it is
 attention of one query at a time: torch's SDPA there gives a query other bits beside others than alone, and an engine
-decodes one query at a time (`slime.backends.sglang.cpu_stand_ins`).
+decodes one query at a time (`slime.backends.sglang.cpu.attention`).
 """
 
 from __future__ import annotations

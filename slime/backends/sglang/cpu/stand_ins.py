@@ -170,45 +170,12 @@ def keep_routes_of_each_step() -> None:
     capturer._get_local_slice = lambda self, *args, **kwargs: cut(self, *args, **kwargs).clone()
 
 
-def attend_one_by_one() -> None:
-    """Has torch_native attention compute prompts as it decodes, one query at a time.
-
-    SDPA gives a query other bits beside others, so that a token would have others as part of a prompt than when it was
-    made, as those of earlier turns are.
-    """
-    backend: Any = importlib.import_module("sglang.srt.layers.attention.torch_native_backend").TorchNativeAttnBackend
-
-    def extend(
-        self: Any,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        tokens: torch.Tensor,
-        requests: torch.Tensor,
-        lengths: torch.Tensor,
-        prefix_lengths: torch.Tensor,
-        new_lengths: torch.Tensor,
-        *rest: Any,
-        causal: bool = False,
-        **options: Any,
-    ) -> torch.Tensor:
-        ends = [torch.arange(p + 1, n + 1) for p, n in zip(prefix_lengths.tolist(), lengths.tolist(), strict=True)]
-        of_queries = requests.repeat_interleave(new_lengths), torch.cat(ends)
-        attended: torch.Tensor = self._run_sdpa_forward_decode(
-            query, output, keys, values, tokens, *of_queries, *rest, causal=False, **options
-        )
-        return attended
-
-    backend._run_sdpa_forward_extend = extend
-
-
 def allow_sampling_seeds() -> None:
     """Lets `--enable-deterministic-inference`, which `sampling_seed` needs, start with torch_native attention, and
     hashes seeds without Triton.
 
-    The batch-invariant kernels that it would switch on are Triton too; torch_native attends one sequence at a time and
-    its results do not depend on the batch.
+    The batch-invariant kernels that it would switch on are Triton too; torch_native attends one sequence at a time, and
+    its results do not depend on the batch, but where `slime.backends.sglang.cpu.attention` has it attend to several.
     """
     murmur: Any = importlib.import_module("sglang.kernels.ops.sampling.murmur_hash")
     batch_invariance: Any = importlib.import_module("sglang.srt.batch_invariant_ops")
