@@ -88,6 +88,10 @@ class Placement:
         )
         return {**resources, "scheduling_strategy": strategy}
 
+    def slots_beside(self, slot: Slot) -> int:
+        """How many of the run's slots are on the host of ``slot``, with it."""
+        return sum(other.host == slot.host for other in self.slots)
+
     def number(self, slot: Slot) -> int:
         """Its place in the logical order; one of another group than the run's comes after them all."""
         return self._numbers.get(slot, len(self.slots))

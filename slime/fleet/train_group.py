@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from ray.exceptions import RayError
 from slime.files import atomic_io
 from slime.files.checkpoints import checkpoint_directory, find_checkpoint
 from slime.files.exports import exports_after, is_export
-from slime.fleet.placement import Placement
+from slime.fleet.placement import Placement, Slot
 from slime.observability import events
 from slime.ray.cluster import actor_environment, as_actor, worker_options
 from slime.ray.supervision import START_TRAINERS, Deadline, LostError, RunError, Supervisor, limit_of
@@ -64,9 +65,17 @@ class TrainGroup:
         environment = actor_environment(variables)
         for rank, slot in enumerate(placement.train):
             options = {"runtime_env": environment, **placement.options(slot, trains=True)}
-            actor = as_actor(TrainActor).options(**options).remote(its_args, rank, len(placement.train), slot.gpu)
+            given = its_args, rank, len(placement.train), slot.gpu, self._sharing(placement, slot)
+            actor = as_actor(TrainActor).options(**options).remote(*given)
             self.actors.append(actor)
             self._supervisor.watch(f"trainer {rank}", actor)
+
+    def _sharing(self, placement: Placement, slot: Slot) -> int | None:
+        """How many slots share the cores of a trainer's host; None where it does not choose its threads by them: with a
+        GPU, where they are told, and in runs whose bits do not depend on the host."""
+        told = "OMP_NUM_THREADS" in os.environ | as_environment(self._args.train_env_vars)
+        exact = self._args.deterministic_mode or self._args.true_on_policy_mode
+        return None if slot.gpu is not None or told or exact else placement.slots_beside(slot)
 
     def start(self, num_rollout: int) -> int:
         """Build the models and load their weights; the first to train on of the run's ``num_rollout`` rollouts."""

@@ -44,7 +44,11 @@ _STORE_IS_THERE = "TORCHELASTIC_USE_AGENT_STORE"
 class TrainActor:
     """One rank; every method but ``watch`` and ``serve_rendezvous`` is collective over all ranks."""
 
-    def __init__(self, args: argparse.Namespace, rank: int, world_size: int, gpu: str | None) -> None:
+    def __init__(
+        self, args: argparse.Namespace, rank: int, world_size: int, gpu: str | None, sharing: int | None = None
+    ) -> None:
+        """``sharing`` is how many slots have the cores of this host, of which this one's part computes; by None torch
+        has as many threads as the environment says."""
         enter_actor(args, f"trainer_{rank}")
         forget_secrets()
         os.environ |= as_environment(args.train_env_vars)
@@ -54,6 +58,8 @@ class TrainActor:
         self._trainer: Trainer  # from `start` on
         self._has_trained = False
         self._publisher: WeightPublisher | None = None
+        if sharing is not None:
+            torch.set_num_threads(max((os.cpu_count() or 1) // sharing, 1))
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank(gpu)))
 
     @ray.method(concurrency_group="watch")

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import requests
+import torch
 
 from slime.backends.sglang import router as router_module
 from slime.backends.sglang.engine import Engine
@@ -182,6 +183,36 @@ def test_a_trainer_has_the_secrets_that_it_is_given(monkeypatch: pytest.MonkeyPa
     kept = {name: os.environ[name] for name in SECRETS if name in os.environ}
     assert kept == {"OPENAI_API_KEY": "mine", "RAY_AUTH_TOKEN": "r"}, "what it is given, and its Ray's own"
     assert set(SETTINGS) <= set(os.environ)
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    for sharing in (None, 1, 3, 9):
+        TrainActor(*values[:-1], sharing)
+    assert threads == [8, 2, 1], "its part of the host's cores"
+
+
+@pytest.mark.parametrize(
+    ("changed", "slots"),
+    [
+        ({}, {"a": 3, "b": 1}),
+        ({"train_env_vars": {"OMP_NUM_THREADS": 2}}, {"a": None, "b": None}),
+        ({"deterministic_mode": True}, {"a": None, "b": None}),
+        ({"true_on_policy_mode": True}, {"a": None, "b": None}),
+    ],
+)
+def test_trainers_share_the_cores_of_their_host(
+    changed: dict[str, Any], slots: dict[str, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all slots of the run there, engines' too; unless their threads are told, or bits may not depend on it."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    settings = {"true_on_policy_mode": False, "deterministic_mode": False, "train_env_vars": None} | changed
+    group = TrainGroup(Namespace(**settings), Supervisor())
+    hosts = [Slot(number, host, None) for number, host in enumerate("aaab")]
+    placement = Placement(hosts, train=hosts[2:], engines=[hosts[:2]])
+    assert {slot.host: group._sharing(placement, slot) for slot in placement.train} == slots
+    assert group._sharing(placement, Slot(0, "a", "0")) is None
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert group._sharing(placement, hosts[2]) is None
 
 
 @pytest.mark.parametrize(

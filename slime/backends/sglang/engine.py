@@ -29,7 +29,7 @@ _CPU_FLAGS = [
     *("--attention-backend", "torch_native"),
     *("--grammar-backend", "none"),
     *("--max-total-tokens", "65536"),
-    *("--max-running-requests", "64"),
+    *("--max-running-requests", "128"),
     "--sleep-on-idle",
 ]
 """What a server without GPUs needs: kernels that exist there, a bounded cache, and no core burnt while idle."""
