@@ -51,7 +51,9 @@ def attend_together() -> None:
         window = options["sliding_window_size"]
         if (causal, window) not in self.groups_of_pass:
             self.groups_of_pass[causal, window] = list(groups_of(*places, causal=causal, window=window))
-        return attend_in_groups(*tensors, self.groups_of_pass[causal, window], scale=options["scaling"])
+        query, output, keys, values = tensors
+        groups = self.groups_of_pass[causal, window]
+        return attend_in_groups(query, output, keys, values, groups, scale=options["scaling"])
 
     def decode(self: Any, *of_batch: Any, **options: Any) -> torch.Tensor:
         *tensors, tokens, requests, lengths, encoder_lengths = of_batch
