@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,6 +117,38 @@ def test_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(group.is_query.sum(1).tolist() for group in groups) == [[5], [33, 60, 45], [40, 64, 50], [300]]
     served = torch.cat([group.queries[group.is_query] for group in groups])
     assert torch.equal(served.sort().values, torch.arange(int(new.sum())))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As engines on CPUs have."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["prompts", "steps"])
+@pytest.mark.parametrize(("heads", "channels"), [((4, 2), 16), ((8, 8), 32), ((6, 3), 24)])
+def test_the_bits_of_a_request_do_not_depend_on_those_beside_it(
+    heads: tuple[int, int], channels: int, kind: str, dtype: torch.dtype, one_thread: None
+) -> None:
+    """So a seeded run makes the same tokens, however its requests meet."""
+    lengths = torch.randint(1, 90, (40,))
+    new = torch.ones_like(lengths) if kind == "steps" else torch.randint(1, 90, (40,)).minimum(lengths)
+    tokens = torch.randperm(_PLACES)[: 40 * 90].view(40, 90)
+    key, value = (torch.randn(_PLACES, heads[1], channels).to(dtype) for _ in range(2))
+    query = torch.randn(int(new.sum()), heads[0], channels).to(dtype)
+
+    def attend(requests: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        of_them = requests, (lengths - new)[requests], new[requests]
+        groups = list(attention.groups_of(tokens, *of_them, causal=True, window=None))
+        return attention.attend_in_groups(query, torch.empty_like(query), key, value, groups, scale=None)
+
+    together = attend(torch.arange(40), query).split(new.tolist())
+    for request, (own, beside) in enumerate(zip(query.split(new.tolist()), together, strict=True)):
+        assert torch.equal(attend(torch.tensor([request]), own), beside)
 
 
 def test_deterministic_runs_attend_one_by_one() -> None:

@@ -34,8 +34,9 @@ class Group:
 def attend_together() -> None:
     """Has torch_native attention compute the requests of a batch together, padded to similar lengths.
 
-    SGLang's own computes one request after the other, which takes half the time of a small model. Bits of a request
-    then depend on the others. Attention to an encoder is left as it is.
+    SGLang's own computes one request after the other, which takes half the time of a small model. Each is padded by its
+    own length alone, so that its bits do not depend on the others where torch has one thread, as in engines on CPUs.
+    Attention to an encoder is left as it is.
     """
     backend: Any = importlib.import_module("sglang.srt.layers.attention.torch_native_backend").TorchNativeAttnBackend
     prepare = backend.init_forward_metadata
@@ -136,9 +137,10 @@ def groups_of(
         for first in range(0, len(members), at_once):
             chosen = torch.tensor(members[first : first + at_once])
             before, new = prefix_lengths[chosen, None], new_lengths[chosen, None]
-            query, key = torch.arange(int(new.max())), torch.arange(int((before + new).max()))
-            places = tokens[requests[chosen], : len(key)]
+            # Not to the longest of the group: a request's bits depend on how far it is padded, and so on itself alone.
+            query, key = torch.arange(most_queries), torch.arange(most_keys)
             exists = key < before + new
+            places = tokens[requests[chosen][:, None], torch.where(exists, key, 0)]
             at, of = (before + query)[:, :, None], key[None, None]  # positions of queries and keys in their requests
             mask = exists[:, None].expand(-1, len(query), -1)
             if causal:
@@ -149,7 +151,7 @@ def groups_of(
             yield Group(
                 starts[chosen, None] + query.minimum(new - 1),
                 is_query,
-                torch.where(exists, places, places[:, :1]).long(),
+                places.long(),
                 # A query that only pads has keys, too, for of none it would be NaN.
                 (mask | ~is_query[:, :, None])[:, None],
             )
@@ -190,4 +192,4 @@ def attend_in_groups(
 
 
 def _padded(length: int) -> int:
-    return max(1 << (length - 1).bit_length(), _SHORT)
+    return 1 if length == 1 else max(1 << (length - 1).bit_length(), _SHORT)
