@@ -1,8 +1,8 @@
 """The gradient of a weight, summed in float32 where data parallelism keeps it, without a copy of it on the way.
 
 By names of Megatron's: a parameter that is trained with others has ``main_grad``, into which the gradients of a step's
-micro-batches are summed, and ``grad_added_to_main_grad``, which says that one has been added there already: what
-autograd is given of it counts for nothing then, and only says that it is there.
+micro-batches are summed. What autograd brings of it is added there as well, so that other uses of the weight, an
+embedding's or a loss by the logits themselves, count too.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class WeightGradient:
         if self._main_grad is None:
             return self.total.to(self._weight.dtype)
         if getattr(self._weight, "zero_out_wgrad", False):
-            return None  # an embedding with this weight brings a gradient of its own, which is still to be added
-        self._weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        return torch.empty_like(self._weight)
+            return None  # the embedding with this weight brings a gradient anyway
+        # Not None: that a gradient has come is what overlapping reductions wait for.
+        return torch.zeros_like(self._weight)
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
