@@ -56,7 +56,7 @@ class TrainActor:
         self._rank = rank
         self._store: TCPStore | None = None
         self._trainer: Trainer  # from `start` on
-        self._has_trained = False
+        self._pushes = 0
         self._publisher: WeightPublisher | None = None
         if sharing is not None:
             torch.set_num_threads(max((os.cpu_count() or 1) // sharing, 1))
@@ -84,7 +84,6 @@ class TrainActor:
         # So torch looks for the store of `serve_rendezvous` instead of serving one; other groups serve their own later.
         os.environ[_STORE_IS_THERE] = "True"
         self._trainer = trainer_of(self._args)
-        _keep_for_good()
         del os.environ[_STORE_IS_THERE]
         state = None
         if self._trainer.resumed_from and self._rank == 0:
@@ -117,6 +116,9 @@ class TrainActor:
         from slime.weights.tensor import can_push_local_experts
 
         logs.hide(key for engine in engines for key in (engine.generate_key, engine.admin_key))
+        self._pushes += 1
+        if self._pushes <= 2:  # by the second the first step has imported and compiled what it needs
+            _keep_for_good()
         started = time.monotonic()  # with the agreement of the ranks on who has what, before engines pause
         if self._publisher is None:
             self._publisher = make_publisher(self._args, self._rank)
@@ -148,11 +150,7 @@ class TrainActor:
 
     def train(self, rollout_id: int, batch: TrainBatch) -> list[dict[str, float]]:
         """Train on one rollout; one dict of metrics an optimizer step."""
-        metrics = self._trainer.train(rollout_id, batch)
-        if not self._has_trained:
-            _keep_for_good()  # what the first step imports and compiles, too
-            self._has_trained = True
-        return metrics
+        return self._trainer.train(rollout_id, batch)
 
     def save(
         self, rollout_id: int, rollout_state: dict[str, Any] | None, save: str, critic_save: str | None = None
