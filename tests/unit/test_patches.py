@@ -160,6 +160,7 @@ CPU, ALL = (
     {
         *("stand_ins", "nothing_to_synchronize", "sampling_seeds", "memory_files", "forked_processes"),
         "requests_together",
+        "no_nccl",
     },
     {"rendezvous", "keys_in_answers", "beating_schedulers", "noted_loads"},
 )

@@ -197,6 +197,7 @@ EVERY_PROCESS: tuple[Patch[ServerFacts], ...] = (
     _sglang(
         "beating_schedulers", _EVERY, "SGLang tells whether an idle scheduler turns.", scheduler_beats.beat_in_loops
     ),
+    _on_cpu("no_nccl", "SGLang does, whether its library is there or not.", stand_ins.do_without_nccl),
     _on_cpu(
         "requests_together",
         "SGLang's torch_native attention computes requests together.",

@@ -160,6 +160,16 @@ def _without_pinning(make: Any) -> Any:
     return unpinned
 
 
+def do_without_nccl() -> None:
+    """Has engines of several ranks find no NCCL, though its library may be installed: they would ask for their GPUs."""
+    communicator: Any = importlib.import_module("sglang.srt.distributed.device_communicators.pynccl")
+
+    def absent(*_: Any) -> None:
+        raise OSError("this host has no GPU")
+
+    communicator.NCCLLibrary = absent
+
+
 def keep_routes_of_each_step() -> None:
     """Copies a step's routes out of the buffer that the next step writes into, as copying them from a GPU does.
 
