@@ -8,7 +8,10 @@ import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
-from slime.backends.megatron.patches import offsets_without_padding
+import pytest
+import torch
+
+from slime.backends.megatron.patches import offsets_without_padding, swiglu_grad
 
 NUM_GPUS = 0
 
@@ -71,3 +74,18 @@ def run_beside(packages: Path, code: str) -> subprocess.CompletedProcess[str]:
     }
     command = [sys.executable, "-c", textwrap.dedent(code)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("shape", [(7, 24), (3, 5, 64), (0, 8)])
+def test_the_gradient_of_swiglu_is_that_of_float64(
+    shape: tuple[int, ...], dtype: torch.dtype, tolerance: float
+) -> None:
+    y, grad = torch.randn(*shape[:-1], 2 * shape[-1]).to(dtype), torch.randn(shape).to(dtype)
+    exact = y.double().requires_grad_()
+    gate, up = exact.chunk(2, -1)
+    (want,) = torch.autograd.grad(torch.nn.functional.silu(gate) * up, exact, grad.double())
+    found = swiglu_grad(grad, y)
+    assert found.dtype == dtype
+    largest = max(1.0, float(want.abs().max())) if y.numel() else 1.0
+    torch.testing.assert_close(found.double(), want, rtol=0, atol=tolerance * largest)

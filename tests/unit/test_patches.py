@@ -206,7 +206,10 @@ def test_what_servers_get(
     [
         (RankFacts(cuda=False, transformer_engine=False), set()),
         (RankFacts(cuda=False, transformer_engine=True, saves=False), {"latent_attention_alone", "save_results"}),
-        (RankFacts(cuda=True, transformer_engine=False), {patch.name for patch in patch_report.megatron.CPU_SHIM}),
+        (
+            RankFacts(cuda=True, transformer_engine=False),
+            {patch.name for patch in patch_report.megatron.CPU_SHIM} | {"swiglu_gradient"},
+        ),
     ],
 )
 def test_what_ranks_get(rank: RankFacts, left_out: set[str]) -> None:

@@ -164,6 +164,24 @@ def add_gradients_by_torch() -> None:
     layers.get_dummy_wgrad = stand_in
 
 
+def make_gradients_of_swiglu_by_torch() -> None:
+    """Has the gradient of SwiGLU made by torch's of SiLU: half the time of Megatron's formula, which nothing compiles
+    there."""
+    from megatron.core.fusions import fused_bias_swiglu
+
+    fused_bias_swiglu.swiglu_back = swiglu_grad
+
+
+def swiglu_grad(grad: Tensor, y: Tensor) -> Tensor:
+    """The gradient of ``silu(gate) * up`` with ``gate, up = y.chunk(2, -1)``, like ``y`` [..., 2 channels]."""
+    gate, up = y.chunk(2, -1)
+    y_grad = torch.empty_like(y)
+    of_gate, of_up = y_grad.chunk(2, -1)
+    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
+    torch.mul(grad, torch.nn.functional.silu(gate), out=of_up)
+    return y_grad
+
+
 def collect_results_in_this_process() -> None:
     """Collects what a save's writers did in the rank itself, not in a server process, which takes seconds to start and
     outlives a killed trainer.
@@ -260,6 +278,7 @@ FIXES: tuple[Patch[RankFacts], ...] = (
     ),
     _megatron("order_of_experts", "Megatron's permutation has one order.", fix_order_of_experts),
     _megatron("gradient_products", "Megatron adds them by torch.", add_gradients_by_torch),
+    _on_cpu("swiglu_gradient", "Megatron's is torch's.", make_gradients_of_swiglu_by_torch),
 )
 
 EACH_SAVE: tuple[Patch[RankFacts], ...] = (
