@@ -64,10 +64,11 @@ def test_trainers_start_go_on_train_and_end_together(other_host: str, monkeypatc
         def options(self, **options: Any) -> Actor:
             return self
 
-        def remote(self, args: Namespace, rank: int, world_size: int, gpu: str | None) -> Rank:
-            assert (world_size, gpu) == (2, None)
+        def remote(self, args: Namespace, rank: int, world_size: int, gpu: str | None, sharing: int | None) -> Rank:
+            assert (world_size, gpu, sharing) == (2, None, 2 if other_host == "here" else 1)
             return ranks[rank]
 
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(train_group, "as_actor", lambda cls: Actor())
     monkeypatch.setattr(ray, "wait", lambda refs, *, num_returns, timeout: waited.append((refs, num_returns, timeout)))
     monkeypatch.setattr(ray, "kill", killed.append)
