@@ -19,6 +19,7 @@ from slime.files.checkpoints import checkpoint_directory, find_checkpoint
 from slime.files.exports import exports_after, is_export
 from slime.fleet.placement import Placement, Slot
 from slime.observability import events
+from slime.options.checks.determinism import engines_are_deterministic
 from slime.ray.cluster import actor_environment, as_actor, worker_options
 from slime.ray.supervision import START_TRAINERS, Deadline, LostError, RunError, Supervisor, limit_of
 from slime.ray.train_actor import TrainActor
@@ -74,7 +75,7 @@ class TrainGroup:
         """How many slots share the cores of a trainer's host; None where it does not choose its threads by them: with a
         GPU, where they are told, and in runs whose bits do not depend on the host."""
         told = "OMP_NUM_THREADS" in os.environ | as_environment(self._args.train_env_vars)
-        exact = self._args.deterministic_mode or self._args.true_on_policy_mode
+        exact = engines_are_deterministic(self._args)
         return None if slot.gpu is not None or told or exact else placement.slots_beside(slot)
 
     def start(self, num_rollout: int) -> int:

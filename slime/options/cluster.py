@@ -36,8 +36,9 @@ class ClusterOptions:
     )
     offload_budget_gib: float = option(
         0.0,
-        "GiB of each GPU that sleeping trainers keep, of weights first, then of optimizer state: what is not copied to "
-        "host memory and back. Engines take their share (--sglang-mem-fraction-static) of what is left.",
+        "GiB of each GPU, at most, that sleeping trainers keep, in whole tensors: weights first, then optimizer state. "
+        "That is not copied to host memory and back. Engines take their share (--sglang-mem-fraction-static) of what "
+        "is left.",
         at_least=0,
     )
     offload_rollout: bool | None = option(

@@ -59,7 +59,7 @@ class TrainActor:
         self._pushes = 0
         self._publisher: WeightPublisher | None = None
         if sharing is not None:
-            torch.set_num_threads(max((os.cpu_count() or 1) // sharing, 1))
+            torch.set_num_threads(max(len(os.sched_getaffinity(0)) // sharing, 1))
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank(gpu)))
 
     @ray.method(concurrency_group="watch")

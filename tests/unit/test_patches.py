@@ -158,9 +158,7 @@ def test_a_patch_may_last_for_a_block(
 
 CPU, ALL = (
     {
-        *("stand_ins", "nothing_to_synchronize", "sampling_seeds", "memory_files", "forked_processes"),
-        "requests_together",
-        "no_nccl",
+        *("stand_ins", "nothing_to_synchronize", "sampling_seeds", "memory_files", "forked_processes", "no_nccl"),
     },
     {"rendezvous", "keys_in_answers", "beating_schedulers", "noted_loads"},
 )
@@ -198,7 +196,8 @@ def test_what_servers_get(
     environment = {"SLIME_ENGINE_TAKES_FLOAT8": "1"} if float8 else {}
     server = ServerFacts.of_command(["--model-path", str(tmp_path), *flags], environment)
     wanted = {patch.name for patch in (*CPU_STAND_INS, *EVERY_PROCESS, *SERVER_PROCESS) if patch.wanted(server)}
-    assert wanted - {"torchvision_operators"} == ALL | everywhere | (set() if cuda else CPU | on_cpu)
+    together = set() if cuda or config is LATENT else {"requests_together"}
+    assert wanted - {"torchvision_operators"} == together | ALL | everywhere | (set() if cuda else CPU | on_cpu)
 
 
 @pytest.mark.parametrize(

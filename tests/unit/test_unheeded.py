@@ -23,7 +23,7 @@ NUM_GPUS = 0
 pytestmark = pytest.mark.usefixtures("launch_directory")
 
 NORMS, EXPERTS = "norms are torch's", "experts get their tokens by alltoall, with the same results"
-FUSION = "products that make gradients of linear layers add them in float32"
+FUSION = "products that make gradients of slime's own linear layers add them in float32, and no others"
 LOG_PROBS, OWN = "losses are made of slime's own log-probs", "experts and their activation are slime's own"
 PINNED = "--optimizer-cpu-offload --no-pin-cpu-params"
 

@@ -63,19 +63,25 @@ def test_micro_batches_add_up_to_the_sum_of_their_gradients(kind: str, tied: boo
     assert with_buffer.came == MICRO_BATCHES  # what overlaps reductions counts them
 
 
-def test_a_16_bit_weight_has_a_float32_sum() -> None:
-
-    weight = trained_with_others((torch.randn(PADDED, HIDDEN) * 0.3).bfloat16())
-    want = torch.ones(PADDED, HIDDEN, dtype=torch.float64)
-    hidden, labels = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.randint(0, VOCAB, (TOKENS,))
-    token_terms(hidden, weight, labels, vocab_size=VOCAB)[0].sum().backward()
+@pytest.mark.parametrize("buffer", [torch.float32, torch.float16])
+def test_many_chunks_of_a_16_bit_weight_are_not_rounded_one_by_one(buffer: torch.dtype) -> None:
+    """In float32 not at all; in 16 bits once a micro-batch, as what is added to the buffer."""
+    weight = trained_with_others((torch.randn(PADDED, HIDDEN) * 0.3).half())
+    weight.main_grad = torch.zeros(PADDED, HIDDEN, dtype=buffer)
+    tokens = 2048
+    hidden, labels, upstream = (
+        torch.randn(tokens, HIDDEN).half(),
+        torch.randint(0, VOCAB, (tokens,)),
+        torch.randn(tokens),
+    )
+    loss = token_terms(hidden, weight, labels, vocab_size=VOCAB, chunk_size=4)[0] * upstream
+    loss.sum().backward()
     exact = weight.detach().double().requires_grad_()
     every = torch.log_softmax(hidden.double() @ exact[:VOCAB].t(), dim=-1)
-    every.gather(1, labels[:, None]).sum().backward()
+    (every.gather(1, labels[:, None])[:, 0] * upstream).sum().backward()
     assert exact.grad is not None
-    want += exact.grad
-    torch.testing.assert_close(weight.main_grad.double(), want, rtol=0, atol=2e-2 * float(exact.grad.abs().max()))
-    assert weight.main_grad.dtype == torch.float32
+    error = float((weight.main_grad.double() - exact.grad).norm() / exact.grad.norm())
+    assert error < 5e-4, "rounding each of 512 chunks to 16 bits makes it 2e-3"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -109,9 +109,10 @@ class MegatronLearner:
         """As `Learner`. Weights are the first that stay: they would be copied while nothing else goes on, out and back,
         optimizer state out only. Gradients never do: they are not copied at all."""
         self._sleeping_gradients.sleep()
-        weights = min(budget, self._sleeping_weights.nbytes())
-        budget -= self._sleeping_state.sleep(budget - weights)
-        budget -= weights if keep_weights else self._sleeping_weights.sleep(budget)
+        weights = self._sleeping_weights.fitting(budget)
+        budget -= weights + self._sleeping_state.sleep(budget - weights)
+        if not keep_weights:
+            self._sleeping_weights.sleep(weights)
         if self.args.transformer_impl == "transformer_engine":
             from slime.backends.megatron.layers import te  # the package need not be installed
 

@@ -46,7 +46,8 @@ _WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
     "moe_permute_fusion": False,
     "use_cpu_initialization": False,
 }
-"""Settings that need kernels of Transformer Engine or Apex, at the value that does not (`checks.unheeded`)."""
+"""Settings that need kernels of Transformer Engine or Apex, at the value that does not (`checks.unheeded`). Gradients
+are added within products all the same, by torch's (`optimizer.add_gradients_in_products`)."""
 EXPERTS = ".mlp.experts."
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 

@@ -41,14 +41,16 @@ def wrap_data_parallel(args: Namespace, model_chunks: list[torch.nn.Module]) -> 
         DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=i > 0)
         for i, chunk in enumerate(model_chunks)
     ]
-    for chunk in chunks:
-        add_gradients_in_products(chunk)
+    if not args.custom_model_provider_path:  # what else a user's model does with its weights nobody knows
+        for chunk in chunks:
+            add_gradients_in_products(chunk)
     return chunks
 
 
 def add_gradients_in_products(chunk: torch.nn.Module) -> None:
     """Have the products that make gradients of Megatron's linear layers add them to ``main_grad``, in float32, where
-    there was a product rounded to the weight's type, and then a sum."""
+    there was a product rounded to the weight's type, and then a sum. Of a weight that is used otherwise, too, nothing
+    else would count."""
     for module in chunk.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             module.gradient_accumulation_fusion = True

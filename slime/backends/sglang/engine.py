@@ -281,7 +281,7 @@ class Engine(Server):
         if self._args.deterministic_mode:
             cublas = "CUBLAS_WORKSPACE_CONFIG"
             env = {cublas: DETERMINISTIC[cublas][0], **env, **kernels_of_any_shape()}
-        if self._args.true_on_policy_mode or self._args.deterministic_mode:
+        if engines_are_deterministic(self._args):
             env[EQUAL_BITS_VARIABLE] = "1"
         if self._args.pushes_float8:
             env[FLOAT8_VARIABLE] = "1"

@@ -18,6 +18,7 @@ from typing import Any
 from slime.backends.sglang import fixes, same_kernels, scheduler_beats
 from slime.backends.sglang.cpu import attention, stand_ins
 from slime.backends.sglang.loads import load_record
+from slime.options.checks.determinism import engines_are_deterministic
 from slime.options.flags.sglang import ROUTER_POLICY
 from slime.processes.server_process import EQUAL_BITS_VARIABLE, FLOAT8_VARIABLE, SAME_KERNELS_VARIABLE, last_value
 from slime.utils import device, patching
@@ -89,7 +90,7 @@ class ServerFacts:
             sleeps=cuda and bool(sleeps),
             float8=args.pushes_float8,
             same_kernels=args.true_on_policy_mode,
-            equal_bits=args.true_on_policy_mode or args.deterministic_mode,
+            equal_bits=engines_are_deterministic(args),
         )
 
 
@@ -202,8 +203,8 @@ EVERY_PROCESS: tuple[Patch[ServerFacts], ...] = (
         "requests_together",
         "SGLang's torch_native attention computes requests together.",
         attention.attend_together,
-        " of a run that is not deterministic",
-        lambda server: not server.equal_bits,
+        " of a run that is not deterministic and a model without multi-latent attention",
+        lambda server: not server.equal_bits and "kv_lora_rank" not in server.model,
     ),
     _sglang("noted_loads", _EVERY, "SGLang tells which names and bytes a load has written.", load_record.record_loads),
     *map(_routers_of, fixes.FLOAT32_ROUTERS),

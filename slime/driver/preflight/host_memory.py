@@ -196,6 +196,8 @@ def _trainers(args: Namespace, count: int, on_gpus: bool) -> Iterator[Share]:
         pinned = "copies of sleeping trainers, pinned" if on_gpus else "copies of sleeping trainers"
         less = ("--no-offload-train, where GPUs have room", _MORE)
         stays = count * args.offload_budget_gib * 2**30
+        if stays < count * weights:  # which are one tensor or few, and stay whole or not at all
+            stays = 0
         copies = of_all * (weights + (1 - in_host * on_gpus) * rank.state)
         yield Share(pinned, max(0.0, copies - stays), less=("raise --offload-budget-gib, where GPUs have room", *less))
     sets = _weight_sets(args)

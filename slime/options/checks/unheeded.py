@@ -35,7 +35,11 @@ class Unheeded:
 UNHEEDED = (
     # Overwritten in the model's configuration.
     Unheeded("persist_layer_norm", "norms are torch's", False),
-    Unheeded("gradient_accumulation_fusion", "products that make gradients of linear layers add them in float32", True),
+    Unheeded(
+        "gradient_accumulation_fusion",
+        "products that make gradients of slime's own linear layers add them in float32, and no others",
+        lambda args: not args.custom_model_provider_path,
+    ),
     Unheeded("masked_softmax_fusion", "attention is one kernel, its softmax a part of it", False),
     Unheeded("apply_rope_fusion", "a kernel of slime's own rotates queries and keys", False),
     Unheeded("moe_permute_fusion", "tokens are permuted by slime's own functions, in one order each time", False),

@@ -1,4 +1,4 @@
-"""The gradient of a weight, summed in float32 where data parallelism keeps it, without a copy of it on the way.
+"""The gradient of a weight, summed in float32 where data parallelism keeps it.
 
 By names of Megatron's: a parameter that is trained with others has ``main_grad``, into which the gradients of a step's
 micro-batches are summed. What autograd brings of it is added there as well, so that other uses of the weight, an
@@ -20,6 +20,8 @@ class WeightGradient:
             main_grad: where the sum goes, as it was in the forward pass; without one it is a tensor of its own.
             of_many: whether products are added up, for which such a tensor is float32.
         """
+        if of_many and main_grad is not None and main_grad.dtype != torch.float32:
+            main_grad = None  # each product would be rounded, where now their sum is
         self._weight, self._main_grad = weight, main_grad
         if main_grad is None:
             main_grad = torch.zeros_like(weight, dtype=torch.float32 if of_many else weight.dtype)

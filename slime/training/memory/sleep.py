@@ -38,12 +38,9 @@ class SleepingTensors:
         those are. `device.release_unused` hands on what is given back. What sleeps already stays so."""
         if self._asleep:
             return self._awake
-        self._awake = 0
-        for storage in self._storages():
-            if self._awake + storage.nbytes() <= budget:
-                self._awake += storage.nbytes()
-            else:
-                self._asleep.append((storage, storage.nbytes()))
+        staying, sleeping = _divided(self._storages(), budget)
+        self._awake = sum(storage.nbytes() for storage in staying)
+        self._asleep = [(storage, storage.nbytes()) for storage in sleeping]
         if self._keep and self._asleep:
             self._make_room()
             device.wait_side_stream()
@@ -53,11 +50,11 @@ class SleepingTensors:
             storage.resize_(0)
         return self._awake
 
-    def nbytes(self) -> int:
-        """What they take while awake."""
-        return sum(storage.nbytes() for storage in self._storages()) + sum(nbytes for _, nbytes in self._asleep)
+    def fitting(self, budget: int) -> int:
+        """How many bytes of them would stay awake in a `sleep`; they are awake now."""
+        return sum(storage.nbytes() for storage in _divided(self._storages(), budget)[0])
 
-    def _storages(self) -> Iterable[torch.UntypedStorage]:
+    def _storages(self) -> list[torch.UntypedStorage]:
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors()}
         return [storage for storage in storages.values() if storage.nbytes()]
 
@@ -90,6 +87,19 @@ class SleepingTensors:
             own = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             copy(self._host[start : start + nbytes], own)
             start += _aligned(nbytes)
+
+
+def _divided(
+    storages: list[torch.UntypedStorage], budget: int
+) -> tuple[list[torch.UntypedStorage], list[torch.UntypedStorage]]:
+    """Those that fit into so many bytes, in their order, and the others; a storage fits as a whole or not."""
+    staying: list[torch.UntypedStorage] = []
+    for storage in storages:
+        if storage.nbytes() <= budget:
+            budget -= storage.nbytes()
+            staying.append(storage)
+    kept = {storage._cdata for storage in staying}
+    return staying, [storage for storage in storages if storage._cdata not in kept]
 
 
 def _aligned(nbytes: int) -> int:

@@ -35,8 +35,8 @@ def attend_together() -> None:
     """Has torch_native attention compute the requests of a batch together, padded to similar lengths.
 
     SGLang's own computes one request after the other, which takes half the time of a small model. Each is padded by its
-    own length alone, so that its bits do not depend on the others where torch has one thread, as in engines on CPUs.
-    Attention to an encoder is left as it is.
+    own length alone, so that its bits do not depend on the others where torch has one thread, as in engines on CPUs,
+    and prompts are computed whole. Attention to an encoder is left as it is.
     """
     backend: Any = importlib.import_module("sglang.srt.layers.attention.torch_native_backend").TorchNativeAttnBackend
     prepare = backend.init_forward_metadata

@@ -184,8 +184,8 @@ def allow_sampling_seeds() -> None:
     """Lets `--enable-deterministic-inference`, which `sampling_seed` needs, start with torch_native attention, and
     hashes seeds without Triton.
 
-    The batch-invariant kernels that it would switch on are Triton too; torch_native attends one sequence at a time, and
-    its results do not depend on the batch, but where `slime.backends.sglang.cpu.attention` has it attend to several.
+    The batch-invariant kernels that it would switch on are Triton too; torch_native attends one sequence at a time, or
+    as `slime.backends.sglang.cpu.attention` has it: its results do not depend on the batch.
     """
     murmur: Any = importlib.import_module("sglang.kernels.ops.sampling.murmur_hash")
     batch_invariance: Any = importlib.import_module("sglang.srt.batch_invariant_ops")

@@ -63,6 +63,8 @@ def _plain_layer(model: torch.nn.Module, stack: Stack) -> Any:
         return None
     if getattr(layer, "weight_load_method", None) is not None or layer._dwdp_bound:
         return None
+    if getattr(layer, "is_draft", False):  # 0.5.23: its module is called as one of the model that it drafts for
+        return None
     if layer.use_triton_kernels or layer.use_flashinfer_trtllm_moe or layer.use_presharded_weights:
         return None
     if any(end not in _TARGETS for end, _ in stack.parts):
