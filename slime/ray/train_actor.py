@@ -44,6 +44,8 @@ _STORE_IS_THERE = "TORCHELASTIC_USE_AGENT_STORE"
 class TrainActor:
     """One rank; every method but ``watch`` and ``serve_rendezvous`` is collective over all ranks."""
 
+    _pushes = 0
+
     def __init__(
         self, args: argparse.Namespace, rank: int, world_size: int, gpu: str | None, sharing: int | None = None
     ) -> None:
@@ -56,7 +58,6 @@ class TrainActor:
         self._rank = rank
         self._store: TCPStore | None = None
         self._trainer: Trainer  # from `start` on
-        self._pushes = 0
         self._publisher: WeightPublisher | None = None
         if sharing is not None:
             torch.set_num_threads(max(len(os.sched_getaffinity(0)) // sharing, 1))
