@@ -185,10 +185,10 @@ def test_a_trainer_has_the_secrets_that_it_is_given(monkeypatch: pytest.MonkeyPa
     assert set(SETTINGS) <= set(os.environ)
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     for sharing in (None, 1, 3, 9):
         TrainActor(*values[:-1], sharing)
-    assert threads == [8, 2, 1], "its part of the host's cores"
+    assert threads == [8, 2, 1], "its part of the cores that it may use"
 
 
 @pytest.mark.parametrize(
