@@ -43,8 +43,9 @@ def test_a_filter_that_keeps_nothing_is_told_of(
     )
     args = make_args(custom_rm_path=f"{rm}:rm", dynamic_sampling_filter_path=f"{FILTERS}.check_reward_nonzero_std")
     assert indices(rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples) == [0, 71, 72, 73]
-    told = [message.partition(": check")[0] for message in caplog.messages]
-    assert told == [
+    # Threads of other tests' servers may end, and tell of it, at any time.
+    own = [message for message in caplog.messages if message.startswith("--")]
+    assert [message.partition(": check")[0] for message in own] == [
         f"--dynamic-sampling-filter-path has dropped {n} groups in a row (zero_std_0 {n})" for n in (32, 64)
     ]
 
