@@ -116,6 +116,8 @@ async def _run(app: web.Application, host: str, port: int, how: Mapping[str, Any
         await web.TCPSite(runner, host, port).start()
         listens_at = runner.addresses[0][1]
         loop = asyncio.get_running_loop()
+        if not started.set_running_or_notify_cancel():
+            return  # it came up too late, and nobody waits any more
         started.set_result(AppHandle(host, listens_at, loop, ending, threading.current_thread()))
         await ending.wait()
     finally:
