@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from slime.backends.sglang import fixes, patches
 from slime.backends.sglang.loads import load_record
-from slime.weights.payload import flat_layout, stacked
 from tests.integration.float8_engine import differing, held, sglang_model, tensors_of
+from tests.pushed import received
 
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.weight")
 Named = list[tuple[str, Tensor]]
@@ -59,15 +58,6 @@ def looks_of(model: Any, weights: Named) -> float:
     return Counted.looks / len(experts)
 
 
-def in_stacks(weights: Named) -> Named:
-    """What a push brings of these weights, as an engine makes tensors of it."""
-    layout, size = flat_layout(weights)
-    flat = torch.zeros(size, dtype=torch.uint8)
-    for place, (_, tensor) in zip(layout, weights, strict=True):
-        flat[place.start_idx : place.end_idx].copy_(tensor.reshape(-1).view(torch.uint8))
-    return [(e.name, flat[e.start_idx : e.end_idx].view(e.dtype).reshape(e.shape)) for e in stacked(layout)]
-
-
 def cut(model: Any, kind: str, is_on_cpu: bool) -> Any:
     """The model as the second of two ranks has it, so far as experts go; not ``is_on_cpu``: loaded as on a GPU."""
     for layer in (each.mlp.experts for each in model.model.layers):
@@ -87,7 +77,7 @@ def compare_stacks(build: Callable[[], Any], weights: Named) -> dict[str, Any]:
     """By how the layer is cut: what differs of what is loaded in stacks from what the class loads by itself, and which
     share of the stacks was loaded at once."""
     found: dict[str, Any] = {}
-    bundled, load = in_stacks(weights), load_record.load_stack
+    bundled, load = received(weights), load_record.load_stack
     for kind, is_on_cpu in itertools.product(("whole", "tensor", "expert", "apart"), (True, False)):
         plain, model, tries = cut(build(), kind, is_on_cpu), cut(build(), kind, is_on_cpu), list[bool]()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slime.files.expert_stacks import Stack
 from slime.files.hf_writer import NamedTensors
-from slime.weights.payload import flat_layout, stacked
+from tests.pushed import received
 
 NUM_GPUS = 0
 INNER, OUTER = 16, 32
@@ -26,15 +26,6 @@ def experts(
     numbers: Sequence[int], parts: Parts = (GATE, UP), module: str = "m.0.experts", dtype: torch.dtype = torch.bfloat16
 ) -> NamedTensors:
     return [(f"{module}.{n}.{end}", torch.randn(shape).to(dtype)) for n in numbers for end, shape in parts]
-
-
-def sent(bucket: NamedTensors) -> list[tuple[str, Tensor]]:
-    """What a server makes of a bucket: names as they travel, and tensors of the flat buffer."""
-    layout, size = flat_layout(bucket)
-    flat = torch.zeros(size, dtype=torch.uint8)
-    for place, (_, tensor) in zip(layout, bucket, strict=True):
-        flat[place.start_idx : place.end_idx].copy_(tensor.reshape(-1).view(torch.uint8))
-    return [(e.name, flat[e.start_idx : e.end_idx].view(e.dtype).reshape(e.shape)) for e in stacked(layout)]
 
 
 def apart(named: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
@@ -71,7 +62,7 @@ CASES: dict[str, tuple[NamedTensors, list[tuple[int, int] | None]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_experts_that_follow_one_another_alike_are_one_and_the_same_again(case: str) -> None:
     bucket, kinds = CASES[case]
-    travelling = sent(bucket)
+    travelling = received(bucket)
     stacks = [Stack.of_name(name) for name, _ in travelling]
     assert [None if stack is None else (stack.first, stack.count) for stack in stacks] == kinds
     found = apart(travelling)
@@ -83,7 +74,7 @@ def test_experts_that_follow_one_another_alike_are_one_and_the_same_again(case: 
 
 def test_a_part_of_all_experts_is_one_tensor() -> None:
     bucket = experts(range(3), [GATE, UP, DOWN])
-    ((name, rows),) = sent(bucket)
+    ((name, rows),) = received(bucket)
     stack = Stack.of_name(name)
     assert stack is not None
     for i, (end, column) in enumerate(stack.columns(rows)):

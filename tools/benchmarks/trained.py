@@ -29,8 +29,9 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     lines = loop.run(options, "supervised", supervised(options, data, trained))
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     options.hf_checkpoint = trained
-    lines = loop.colocated(options, report) or []
-    difference = loop.median(lines, "train/train_rollout_logprob_abs_diff")
+    if (sampled := loop.colocated(options, report)) is None:
+        return
+    difference = loop.median(sampled, "train/train_rollout_logprob_abs_diff")
     details = {"steps": STEPS, "loss": [round(losses[0], 3), round(losses[-1], 3)]}
     report.add("log-prob difference, trained", model, options.gpus, difference, "", at_most=0.02, **details)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.training.loss.log_probs import chunks, scaled_logits
-from slime.training.loss.weight_gradient import WeightGradient, add_product, main_grad_of
+from slime.training.loss.weight_gradient import WeightGradient, add_product
 
 _LEAST = 1e-4
 """What all other ids have of the probability at least, in both: of less, what 1 less the float32 others leaves is more
@@ -113,12 +113,7 @@ class _ReverseKl(torch.autograd.Function):
         ratio, of_rest = log_q - teacher, rest.log() - of_teacher.log()
         divergence = (log_q.exp() * ratio).sum(-1) + rest * of_rest
         ctx.save_for_backward(hidden, weight, column, total, ratio - divergence[:, None], of_rest - divergence)
-        ctx.columns, ctx.temperature, ctx.chunk_size, ctx.main_grad = (
-            columns,
-            temperature,
-            chunk_size,
-            main_grad_of(weight),
-        )
+        ctx.columns, ctx.temperature, ctx.chunk_size = columns, temperature, chunk_size
         return divergence
 
     @staticmethod
@@ -126,8 +121,7 @@ class _ReverseKl(torch.autograd.Function):
         hidden, weight, column, total, of_ids, of_rest = ctx.saved_tensors
         rows, parts = weight[: ctx.columns], list(chunks(len(hidden), ctx.chunk_size))
         hidden_grad = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        wants_weight, many = ctx.needs_input_grad[1], len(parts) > 1
-        weight_grad = WeightGradient(weight, ctx.main_grad, of_many=many) if wants_weight else None
+        weight_grad = WeightGradient(weight, of_many=len(parts) > 1) if ctx.needs_input_grad[1] else None
         for part in parts if ctx.columns else ():
             p = (scaled_logits(hidden[part], rows, ctx.temperature) - total[part, None]).exp_()
             # Ids of other ranks go to a column of their own, which is dropped.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.training.loss.weight_gradient import WeightGradient, add_product, main_grad_of
+from slime.training.loss.weight_gradient import WeightGradient, add_product
 from slime.utils import device
 
 
@@ -109,7 +109,6 @@ class _TokenTerms(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # None then says that nothing depends on the entropy
         ctx.save_for_backward(hidden, weight, column, highest, total, mean)
         ctx.columns, ctx.temperature, ctx.chunk_size, ctx.as_engines = columns, temperature, chunk_size, as_engines
-        ctx.main_grad = main_grad_of(weight)
         return whole if as_engines else at_label - log_total, log_total - mean
 
     @staticmethod
@@ -120,7 +119,7 @@ class _TokenTerms(torch.autograd.Function):
         parts = list(chunks(len(hidden), ctx.chunk_size))
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.empty_like(hidden) if wants_hidden else None
-        weight_grad = WeightGradient(weight, ctx.main_grad, of_many=len(parts) > 1) if wants_weight else None
+        weight_grad = WeightGradient(weight, of_many=len(parts) > 1) if wants_weight else None
         rows = weight[: ctx.columns]
         for part in parts:
             grad = device.fused(_logits_grad)(

@@ -14,12 +14,10 @@ from torch import Tensor
 class WeightGradient:
     """What products add up to, of one weight in one backward pass."""
 
-    def __init__(self, weight: Tensor, main_grad: Tensor | None, *, of_many: bool) -> None:
-        """
-        Args:
-            main_grad: where the sum goes, as it was in the forward pass; without one it is a tensor of its own.
-            of_many: whether products are added up, for which such a tensor is float32.
-        """
+    def __init__(self, weight: Tensor, *, of_many: bool) -> None:
+        """The sum goes to the weight's ``main_grad``; without one it is a tensor of its own, float32 if it is
+        ``of_many`` products."""
+        main_grad: Tensor | None = getattr(weight, "main_grad", None)
         if of_many and main_grad is not None and main_grad.dtype != torch.float32:
             main_grad = None  # each product would be rounded, where now their sum is
         self._weight, self._main_grad = weight, main_grad
@@ -35,11 +33,6 @@ class WeightGradient:
             return None  # the embedding with this weight brings a gradient anyway
         # Not None: that a gradient has come is what overlapping reductions wait for.
         return torch.zeros_like(self._weight)
-
-
-def main_grad_of(weight: Tensor) -> Tensor | None:
-    """Where data parallelism sums the weight's gradients, if it does."""
-    return getattr(weight, "main_grad", None)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -18,7 +18,7 @@ _MOST_SCORES = 1 << 20
 
 @dataclass(frozen=True)
 class Group:
-    """Requests that are attended to together, padded to the longest."""
+    """Requests that are attended to together, padded to one size."""
 
     queries: torch.Tensor
     """int64 [requests, queries]: rows of the batch's queries; the last of a request is repeated."""
