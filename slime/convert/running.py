@@ -52,25 +52,26 @@ def main(name: str, convert: Callable[[], None], output: Path, *, several_ranks:
     One that is not for ``several_ranks`` refuses to start as one of them: all would write the same files.
 
     Errors of the input are one line and status 2, those of the machine, such as a full disk, one line and status 1; an
-    interrupt is one line, and 130 by SIGINT or 143 by SIGTERM. Of several ranks, the first says that it was interrupted
-    or where the output is.
+    interrupt is one line, and 130 by SIGINT or 143 by SIGTERM, and further ones change nothing. Of several ranks, the
+    first says that it was interrupted or where the output is.
     """
     interrupts: list[KeyboardInterrupt] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would end the cleaning up
+        for ours in handled:
+            signal.signal(ours, signal.SIG_IGN)  # a second one would end the cleaning up
         interrupts.append(_Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
         raise interrupts[-1]
 
     speaks = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("slime").setLevel(logging.INFO)
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handled = {signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is to be ignored
+        handled[signal.SIGINT] = signal.default_int_handler
     try:
-        signal.signal(signal.SIGTERM, interrupt)
-        if before[signal.SIGINT] is signal.default_int_handler:  # else it is to be ignored
-            signal.signal(signal.SIGINT, interrupt)
+        for number in handled:
+            signal.signal(number, interrupt)
         # WORLD_SIZE alone says nothing: cluster operators set it in every container.
         ranks = os.environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in os.environ else "1"
         if ranks != "1" and not several_ranks:
@@ -92,7 +93,7 @@ def main(name: str, convert: Callable[[], None], output: Path, *, several_ranks:
         print(f"{name}: error: {error}{note}", file=sys.stderr)
         return 1
     finally:
-        for number, handler in before.items():
+        for number, handler in handled.items():
             signal.signal(number, handler)
     if speaks:
         print(f"{name}: wrote {output}")

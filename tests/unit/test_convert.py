@@ -21,6 +21,7 @@ from torch.distributed import checkpoint as dcp
 
 from slime.convert import dcp_to_hf, fp8, running
 from slime.convert.hf_files import HFOutput, Spec, cut_into_shards, natural
+from slime.files import atomic_io
 from slime.files.block_scaled import num_blocks
 from slime.files.storage import amount
 from slime.utils.errors import BadInputError
@@ -312,6 +313,29 @@ def test_an_interrupt_is_one_line_and_leaves_nothing(
     assert capsys.readouterr().err == "convert_hf_to_fp8.py: interrupted\n"
     assert not list(tmp_path.iterdir())
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+@pytest.mark.parametrize(("first", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_interrupt_does_not_end_the_cleaning_up(
+    first: int, second: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    discard = atomic_io.discard_directory
+
+    def impatient(final: Path) -> None:
+        os.kill(os.getpid(), second)
+        discard(final)
+
+    def convert() -> None:
+        with atomic_io.written_directory(tmp_path / "new" / "out") as directory:
+            (directory / "begun").touch()
+            monkeypatch.setattr(atomic_io, "discard_directory", impatient)
+            os.kill(os.getpid(), first)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    assert running.main("x.py", convert, tmp_path) == status
+    assert capsys.readouterr().err == "x.py: interrupted\n"
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (None, None)])
