@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from slime.entry.installation import check_installation
 
 check_installation()
 
+from slime.processes.signals import signals_as_exceptions  # noqa: E402
 from tools.quickstart import Phases, QuickstartError, choose_start, cleared, end_running  # noqa: E402
 
 if TYPE_CHECKING:
@@ -175,6 +175,7 @@ def _jobs(algorithms: list[str], seeds: list[int]) -> Iterator[tuple[str, int]]:
     yield from ((name, seed) for seed in seeds for name in algorithms)
 
 
+@signals_as_exceptions()
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -186,7 +187,6 @@ def main() -> None:
     parser.add_argument("--note", default="", help="a sentence for the report, such as what it ran on")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="last: more flags of train.py, for all")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     output = args.output_dir.absolute()
     of_seed = {seed: output / f"seed_{seed}" for seed in args.seeds}
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from slime.entry.installation import check_installation  # noqa: E402
 check_installation()
 
 from slime.files.storage import reported, writing  # noqa: E402
+from slime.processes.signals import signals_as_exceptions  # noqa: E402
 from tools.revisions import comparing  # noqa: E402
 from tools.revisions.cases import CASES, MODELS, Case  # noqa: E402
 from tools.revisions.comparing import Finding  # noqa: E402
@@ -150,10 +150,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+@signals_as_exceptions()
 def main(argv: list[str] | None = None) -> int:
     """Exit status 1 at a difference."""
     options = parse(argv)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     program = Path(__file__).name
     found: list[tuple[str, Finding]] = []
     error = None

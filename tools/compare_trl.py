@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from slime.entry.installation import check_installation  # noqa: E402
 
 check_installation()
 
+from slime.processes.signals import signals_as_exceptions  # noqa: E402
 from tools.benchmarks.report import BenchError, Report  # noqa: E402
 from tools.benchmarks.trl_grpo import MARK, Settings  # noqa: E402
 from tools.quickstart import Phases, QuickstartError  # noqa: E402
@@ -198,10 +198,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+@signals_as_exceptions()
 def main() -> None:
     """Command line."""
     args = parse()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     slime: list[list[Step]] = []
     trl: list[list[Step]] = []
     try:

@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from slime.files.storage import StorageError, write_text, writing  # noqa: E402
+from slime.processes.signals import signals_as_exceptions  # noqa: E402
 
 _GAIN_NEEDED = 0.20
 _START_AT, _START_BELOW = 0.36, 0.60
@@ -304,10 +304,10 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+@signals_as_exceptions()
 def main() -> None:
     """Command line."""
     args = parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     phases = Phases(args.time_limit * 60)
     error = None
     try:

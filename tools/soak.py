@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import signal
 import subprocess
 import sys
 import time
@@ -33,6 +32,7 @@ check_installation()
 from slime.entry.arguments import GROUPS  # noqa: E402
 from slime.files.checkpoints import rollouts_done  # noqa: E402
 from slime.files.storage import reported, write_text  # noqa: E402
+from slime.processes.signals import signals_as_exceptions  # noqa: E402
 from tools.soaking import ledger  # noqa: E402
 from tools.soaking.external import External, free_port  # noqa: E402
 from tools.soaking.injector import Injector, Outcome  # noqa: E402
@@ -52,10 +52,10 @@ _MORE = 2
 """Rollouts that follow the last fault."""
 
 
+@signals_as_exceptions()
 def main() -> int:
     """Command line."""
     options = parse()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         with reported("soak.py"):
             return soak(options)

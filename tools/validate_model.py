@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shlex
-import signal
 import sys
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from slime.entry.installation import check_installation  # noqa: E402
 check_installation()
 
 from slime.entry.arguments import check_flags  # noqa: E402
+from slime.processes.signals import signals_as_exceptions  # noqa: E402
 from slime.utils.errors import BadInputError  # noqa: E402
 from tools.validation.climb import climb  # noqa: E402
 from tools.validation.levels import LEVELS  # noqa: E402
@@ -71,13 +71,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+@signals_as_exceptions()
 def main(argv: list[str] | None = None) -> int:
     """Exit status by the overall result."""
     options = parse(argv)
     if options.flags:
         with contextlib.chdir(ROOT):  # where runs look for the files that flags name
             check_flags(options.flags)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     options.command = shlex.join(["python3", "tools/validate_model.py", *(sys.argv[1:] if argv is None else argv)])
     try:
         report = climb(options)

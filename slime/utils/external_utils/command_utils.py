@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.processes.signals import signals_as_exceptions
 from slime.utils.environment import as_environment
 from slime.utils.errors import BadInputError, SlimeError
 from slime.utils.errors import CommandError as CommandError
@@ -97,7 +98,7 @@ def execute_train(
     variables = {**as_environment(extra_env_vars), **_parse_variables(config.extra_env_vars)}
     variables |= _CORE_DUMPS if config.cuda_core_dump else {}
     own = {"PYTHON": sys.executable}
-    with jobs.signals_as_exceptions():
+    with signals_as_exceptions():
         if os.environ.get("DRY_RUN", "0") != "0":
             status, said = jobs.run_program(program, own | variables)
             if status:

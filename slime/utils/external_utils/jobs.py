@@ -7,14 +7,10 @@ import functools
 import os
 import re
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping
-from types import FrameType
-from typing import NoReturn
+from collections.abc import Mapping
 
 from slime.processes import kernel
 from slime.utils.errors import SlimeError
@@ -85,23 +81,3 @@ def run_program(program: str, variables: Mapping[str, str]) -> tuple[int, str]:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_S)
         process.kill()
-
-
-@contextlib.contextmanager
-def signals_as_exceptions() -> Iterator[None]:
-    """Within the block SIGTERM and SIGHUP raise SystemExit with 128 and their number, where they would just end us."""
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        signal.signal(number, signal.SIG_IGN)  # a second one would end the cleaning up
-        sys.exit(128 + number)
-
-    ours = []
-    if threading.current_thread() is threading.main_thread():
-        ours = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
-    for number in ours:
-        signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
