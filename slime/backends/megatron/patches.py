@@ -110,38 +110,17 @@ def fix_distributed_optimizer_load() -> None:
     DistributedOptimizer._set_main_param_and_optimizer_states = load
 
 
-def fix_checkpoints_of_padded_buckets() -> None:
-    """Stores optimizer state behind a padded bucket where it belongs, not shifted by the padding.
+def store_optimizer_by_shares() -> None:
+    """Has each rank store the distributed optimizer's state of the parameters of which it has the most.
 
-    A tied embedding has a bucket of its own.
+    Megatron gathers all of it on each rank, twelve bytes a parameter, and the first rank writes it; and it shifts what
+    is behind a padded bucket, as a tied embedding has one of its own, by the padding.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    inner = DistributedOptimizer.sharded_param_state_fully_reshardable
+    from slime.backends.megatron.weights.optimizer_shares import sharded_by_holders
 
-    def sharded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        padded = [buffer.param_index_map for buffer in self.buffers]
-        for buffer in self.buffers:
-            buffer.param_index_map = offsets_without_padding(buffer)
-        try:
-            return inner(self, *args, **kwargs)
-        finally:
-            for buffer, offsets in zip(self.buffers, padded, strict=True):
-                buffer.param_index_map = offsets
-
-    DistributedOptimizer.sharded_param_state_fully_reshardable = sharded
-
-
-def offsets_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    """A gradient buffer's parameters, each with start, end and bucket, as if no bucket ended in padding."""
-    shifts, data = [], 0
-    for bucket in buffer.buckets:
-        shifts.append(bucket.offset - data)
-        data += bucket.numel_unpadded
-    return {
-        parameter: (start - shifts[bucket], end - shifts[bucket], bucket)
-        for parameter, (start, end, bucket) in buffer.param_index_map.items()
-    }
+    DistributedOptimizer.sharded_param_state_fully_reshardable = sharded_by_holders
 
 
 def add_gradients_by_torch() -> None:
@@ -272,9 +251,9 @@ FIXES: tuple[Patch[RankFacts], ...] = (
     ),
     _megatron("optimizer_load", "Megatron's loads torch's AdamW.", fix_distributed_optimizer_load),
     _megatron(
-        "padded_buckets",
-        "Megatron cuts the state up at offsets that do not count padding.",
-        fix_checkpoints_of_padded_buckets,
+        "optimizer_shares",
+        "Megatron gathers no more of its state than a rank stores.",
+        store_optimizer_by_shares,
     ),
     _megatron("order_of_experts", "Megatron's permutation has one order.", fix_order_of_experts),
     _megatron("gradient_products", "Megatron adds them by torch.", add_gradients_by_torch),

@@ -50,8 +50,6 @@ _ADVICE = 3
 """Of the largest lines there is advice."""
 _GRADIENT = 4
 """Bytes of one, and of a main parameter."""
-_GATHERED = 5 * _GRADIENT
-"""Bytes of a parameter whose state is gathered: its value and two moments, and of one of these two copies more."""
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 _FLAGS_OF_ENGINES = {"--cpu-offload-gb": _GIB, "--hicache-size": 10**9}
 """SGLang's, of host memory for each rank, and in what they count it."""
@@ -209,19 +207,20 @@ def _trainers(args: Namespace, count: int, on_gpus: bool) -> Iterator[Share]:
 
 
 def _saving(args: Namespace, rank: _Rank, count: int, on_gpus: bool) -> float:
-    """What so many ranks have in host memory while they save, one model after the other. Of a distributed optimizer
-    Megatron-core gathers, on each of them, all values and moments of its part of the model; without, the first of the
-    ranks that have the same part copies it."""
+    """What so many ranks have in host memory while they save, one model after the other: of the ranks that have the
+    same part the first copies it, and each its own share of a distributed optimizer."""
     if args.lora_rank:
         return 0.0
-    stages = args.pipeline_model_parallel_size
+    stages, copied = args.pipeline_model_parallel_size, weight_bytes(args)
+    shares = 0.0
     if args.use_distributed_optimizer:
         same = args.world_size / (args.tensor_model_parallel_size * stages)
-        return count * (rank.dense + rank.experts) * (_GATHERED + 3 * _GRADIENT / same)
+        shares = count * (rank.dense + rank.experts) * 3 * _GRADIENT / same
+    else:
+        copied = (copied + _main_bytes(args) + moment_bytes(args)) * on_gpus
     first = min(count, args.tensor_model_parallel_size * stages)
     first_experts = min(count, args.expert_tensor_parallel_size * args.expert_model_parallel_size * stages)
-    copied = (weight_bytes(args) + _main_bytes(args) + moment_bytes(args)) * on_gpus
-    return copied * (first * rank.dense + first_experts * rank.experts)
+    return shares + copied * (first * rank.dense + first_experts * rank.experts)
 
 
 def _weight_sets(args: Namespace) -> dict[str, int]:

@@ -1,0 +1,28 @@
+"""Each rank stores of a distributed optimizer what it has the most of: against what the ranks have, by layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parallel import tiny
+from tests.parallel.conftest import run_worker
+
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "dp2": (2, "qwen2", {}),
+    "dp4": (4, "qwen3", {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "tp2_dp2": (4, "qwen2", {"tensor_model_parallel_size": 2}),
+    "cp2_dp2": (4, "qwen3", {"context_parallel_size": 2}),
+    "ep2_dp4": (4, "qwen3_moe", {"expert_model_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "dp2" else pytest.mark.full) for n in LAYOUTS])
+def test_each_parameter_is_stored_once_and_whole(name: str, tmp_path: Path) -> None:
+    ranks, model, layout = LAYOUTS[name]
+    directory = tmp_path / model
+    tiny.model(model).save_pretrained(directory)
+    run_worker(ranks, "shares_worker.py", directory, json.dumps(layout), log=tmp_path / "log")
