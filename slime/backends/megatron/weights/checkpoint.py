@@ -125,8 +125,8 @@ def load_state(
         check_torch_dist(directory, present, model_state(model_chunks), model_chunks)
     state = model_state(model_chunks)
     state["optimizer"] = _optimizer_state(optimizer, _named(model_chunks, state), is_loading=True)
-    for _, of_part in _undistributed(optimizer, state["optimizer"]):
-        del of_part["param_groups"]  # the checkpoint may have another number of them, which is an error
+    for _, of_torch in _states_of_torch(optimizer, state["optimizer"]):
+        del of_torch["param_groups"]  # the checkpoint may have another number of them, which is an error
     same_layout = saved["layout"] == _layout()
     if same_layout:
         state["rng_state"] = _sharded_rng_state()
@@ -134,9 +134,11 @@ def load_state(
         logger.warning(f"{directory} has {saved['layout']}, this run {_layout()}: its random state is not restored")
     loaded = dist_checkpointing.load(state, str(directory))
     _put_model(loaded, model_chunks)
-    for part, of_part in _undistributed(optimizer, loaded["optimizer"]):
-        of_part["param_groups"] = part.optimizer.state_dict()["param_groups"]
-        of_part.setdefault("state", {})  # SGD without momentum has none, and what is empty is not stored
+    for part, of_torch in _states_of_torch(optimizer, loaded["optimizer"]):
+        steps = {key: value for group in of_torch["param_groups"] for key, value in group.items() if key == "step"}
+        # Which of the checkpoint's would be which, Megatron tells by their rates, and these may be others now.
+        of_torch["param_groups"] = [group | steps for group in part.optimizer.state_dict()["param_groups"]]
+        of_torch.setdefault("state", {})  # SGD without momentum has none, and what is empty is not stored
     _load_optimizer(optimizer, loaded["optimizer"])
     scheduler.num_steps = 0  # it adds those of the checkpoint
     scheduler.load_state_dict(loaded["scheduler"])
@@ -245,11 +247,11 @@ def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> Non
             part.load_state_dict(loaded[i])
 
 
-def _undistributed(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Each part that is not distributed, with what ``state`` has of torch's optimizer in it."""
+def _states_of_torch(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Each part, with what ``state`` has of torch's optimizer in it."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     for i, part in enumerate(parts):
-        if _has_parameters(part) and not isinstance(part, DistributedOptimizer):
+        if _has_parameters(part):
             of_part = state[i] if len(parts) > 1 else state
             yield part, of_part.get("optimizer", of_part)
 
