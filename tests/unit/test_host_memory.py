@@ -64,10 +64,9 @@ def test_trainers_that_sleep(plan: Plan) -> None:
 
 
 def test_sets_of_weights(plan: Plan) -> None:
-    """Pinned, each tensor takes a power of two: of six layers all but the first two matrices fill one already, those of
-    6 and of 3 million elements do not."""
+    """Two, the trained one among them."""
     words = "--colocate --actor-num-gpus-per-node 1 --use-kl-loss --kl-loss-coef 0.1 --ref-load model"
-    of_set = 2 * (6 * (LAYER[0] + LAYER[1] + 8 * 2**20 + 4 * 2**20) + 2 * VOCABULARY)
+    of_set = 2 * ELEMENTS
     assert plan(words)["sets of weights: current, reference"] == 2 * of_set
     assert plan(words, on_gpus=False)["sets of weights: current, reference"] == 2 * 2 * ELEMENTS
     assert not [line for line in plan(f"{words} --lora-rank 4") if line.startswith("sets")]

@@ -83,12 +83,11 @@ class Node:
 @dataclass(frozen=True)
 class _Rank:
     """One model on one training rank, in the mean over pipeline stages: elements, but for experts and of these; and
-    bytes, of optimizer state and of a set of weights in host memory."""
+    bytes of optimizer state."""
 
     dense: float
     experts: float
     state: float
-    kept: float
 
 
 def lines(args: Namespace) -> list[str]:
@@ -178,7 +177,7 @@ def _bytes_of_token(args: Namespace) -> int:
 
 def _trainers(args: Namespace, count: int, on_gpus: bool) -> Iterator[Share]:
     yield Share(f"{count} training rank{'s' * (count > 1)} without a model", count * (_TRAINER + on_gpus * _CUDA))
-    rank, models = _rank(args, on_gpus), 1 + args.use_critic
+    rank, models = _rank(args), 1 + args.use_critic
     weights = (rank.dense + rank.experts) * weight_bytes(args)
     gradients = 0 if args.lora_rank else (rank.dense + rank.experts) * _GRADIENT
     offloads = args.offload_train if args.offload_train is not None else on_gpus and args.placement == "colocate"
@@ -200,7 +199,7 @@ def _trainers(args: Namespace, count: int, on_gpus: bool) -> Iterator[Share]:
         yield Share(pinned, max(0.0, copies - stays), less=("raise --offload-budget-gib, where GPUs have room", *less))
     sets = _weight_sets(args)
     less = ("drop what needs another set of weights", _MORE)
-    yield Share(f"sets of weights: {', '.join(sets)}", count * sum(sets.values()) * rank.kept, less=less)
+    yield Share(f"sets of weights: {', '.join(sets)}", count * sum(sets.values()) * weights, less=less)
     if args.save or args.trainer_snapshot_interval:
         less = (_MORE, "save weights alone (--save-hf, no --save)")
         yield Share("a checkpoint on its way to a disk", _saving(args, rank, count, on_gpus), less=less)
@@ -233,9 +232,8 @@ def _weight_sets(args: Namespace) -> dict[str, int]:
     return {} if args.lora_rank or not found else {"current": 1, **found}
 
 
-def _rank(args: Namespace, on_gpus: bool) -> _Rank:
+def _rank(args: Namespace) -> _Rank:
     """Of the actor; a critic has as much, but for its head."""
-    size, kept = weight_bytes(args), 0.0
     elements = {"layers": 0.0, "vocabulary": 0.0, "experts": 0.0}
     for matrix in _matrices(args):
         is_expert = matrix.part == "experts"
@@ -243,11 +241,9 @@ def _rank(args: Namespace, on_gpus: bool) -> _Rank:
         ranks = args.pipeline_model_parallel_size * (args.expert_model_parallel_size if is_expert else 1)
         own = -(-matrix.size // cut)
         elements[matrix.part] += matrix.count / ranks * own
-        # torch takes a power of two of pinned memory for each tensor.
-        kept += matrix.count / ranks * (1 << (own * size - 1).bit_length() if on_gpus else own * size)
     held = _elements(args) / args.world_size if args.use_distributed_optimizer else sum(elements.values())
     state = 0.0 if args.lora_rank else held * (_main_bytes(args) + moment_bytes(args))
-    return _Rank(elements["layers"] + elements["vocabulary"], elements["experts"], state, kept)
+    return _Rank(elements["layers"] + elements["vocabulary"], elements["experts"], state)
 
 
 def _main_bytes(args: Namespace) -> int:

@@ -73,7 +73,7 @@ class SleepingTensors:
         self._asleep = []
 
     def _make_room(self) -> None:
-        size = sum(_aligned(nbytes) for _, nbytes in self._asleep)
+        size = sum(aligned(nbytes) for _, nbytes in self._asleep)
         if self._host.numel() < size:
             # Gone before there is more, as together they might not fit, and not while values still come from it.
             device.synchronize()
@@ -86,7 +86,7 @@ class SleepingTensors:
         for storage, nbytes in self._asleep:
             own = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             copy(self._host[start : start + nbytes], own)
-            start += _aligned(nbytes)
+            start += aligned(nbytes)
 
 
 def _divided(
@@ -102,5 +102,6 @@ def _divided(
     return staying, [storage for storage in storages if storage._cdata not in kept]
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Bytes from one tensor to the next in a buffer of several."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
+from slime.training.memory.sleep import aligned
 from slime.utils import device
 
 CURRENT = "current"
@@ -19,24 +20,24 @@ TEACHER = "teacher"
 class WeightSets:
     """The model holds one set, named by ``current``; others wait in host memory, pinned where there is a GPU.
 
-    With ``only_trained``, as of adapters, frozen parameters are the same in every set, and kept in none.
+    The first one is trained; all others stay as they were kept. With ``only_trained``, as of adapters, frozen
+    parameters are the same in every set, and kept in none.
     """
 
     def __init__(self, model_chunks: list[torch.nn.Module], current: str, *, only_trained: bool = False) -> None:
         self._chunks = model_chunks
         self._only_trained = only_trained
+        self._trained = current
         self._copies: dict[str, list[Tensor]] = {}
         self.current = current
 
     def keep(self, name: str) -> None:
         """Copy what the model holds to host memory, as ``name``."""
         if name not in self._copies:
-            self._copies[name] = [
-                torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=device.is_cuda())
-                for t in self._differing()
-            ]
+            self._copies[name] = _room_for(list(self._differing()))
         for copy, tensor in zip(self._copies[name], self._differing(), strict=True):
-            copy.copy_(tensor)
+            copy.copy_(tensor, non_blocking=True)
+        device.synchronize_stream()
 
     def has(self, name: str) -> bool:
         """Whether there is a set of that name."""
@@ -47,18 +48,21 @@ class WeightSets:
         own = self.current
         self.keep(own)
         load()
+        self.keep(name)
         self.current = name
         self.switch(own)
 
     def switch(self, name: str) -> None:
-        """Put the kept set ``name`` into the model; the one that it held is kept. KeyError where it never was."""
+        """Put the kept set ``name`` into the model; the trained one is kept. KeyError where ``name`` never was."""
         if name == self.current:
             return
         if name not in self._copies:
             raise KeyError(f"no weights named {name!r} were loaded, only {sorted({self.current, *self._copies})}")
-        self.keep(self.current)
+        if self.current == self._trained:
+            self.keep(self.current)
         for copy, tensor in zip(self._copies[name], self._differing(), strict=True):
-            tensor.copy_(copy)
+            tensor.copy_(copy, non_blocking=True)
+        device.synchronize_stream()  # a set that is dropped takes its memory along
         self.current = name
 
     def drop(self, name: str) -> None:
@@ -89,3 +93,14 @@ class WeightSets:
     def _tensors(self) -> Iterator[Tensor]:
         for module in self._chunks:
             yield from chain(module.parameters(), module.buffers())
+
+
+def _room_for(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Host memory for copies of them, in one piece: torch's own pinned memory takes a power of two for each."""
+    sizes = [aligned(tensor.nbytes) for tensor in tensors]
+    room = device.pinned(max(sum(sizes), 1))
+    starts = accumulate(sizes, initial=0)
+    return [
+        room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip(starts, tensors, strict=False)
+    ]
