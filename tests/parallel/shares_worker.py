@@ -1,11 +1,12 @@
 """One rank of one layout, under torchrun: what it stores of a distributed optimizer, beside what the ranks have.
 
-``torchrun --nproc-per-node N shares_worker.py MODEL_DIR '{LAYOUT}'``
+``torchrun --nproc-per-node N shares_worker.py MODEL_DIR SAVE_DIR '{LAYOUT}'``
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from slime.backends.megatron import patches
 
 patches.install()
 
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories  # noqa: E402
+
 from slime.backends.megatron.optimizer import parts_of  # noqa: E402
 from slime.backends.megatron.trainer import MegatronTrainer  # noqa: E402
-from slime.backends.megatron.weights.checkpoint import _metadata, model_state  # noqa: E402
+from slime.backends.megatron.weights.checkpoint import _metadata, load_state, model_state, save_state  # noqa: E402
 from tests.parallel import rollouts  # noqa: E402
 from tests.parallel.cases import CASES  # noqa: E402
 
@@ -42,16 +46,19 @@ def held_by(part: Any) -> list[tuple[int, int, int, dict[str, torch.Tensor]]]:
 
 
 def check(part: Any, chunks: Any) -> int:
-    """That each parameter's state is stored once, whole, by a rank that has some of it; how many are of two ranks."""
+    """That each parameter's state is stored once, whole, by a rank that has some of it, and by each rank about as much;
+    how many are of several ranks."""
     group = part.data_parallel_group
     state = part.sharded_state_dict(model_state(chunks), metadata=_metadata())["param_state"]
     stored = {
-        number: {key: (value.data.flatten(), value.replica_id) for key, value in of.items()}
-        for number, of in state.items()
+        number: {key: (value.data.flatten().clone(), value.replica_id) for key, value in of.items()}
+        for number, of in (state.items() if isinstance(state, dict) else ())
     }
     everyones: list[Any] = [None] * group.size()
     dist.all_gather_object(everyones, (stored, held_by(part)), group=group)
     parameters = [parameter for buffer in part.buffers for parameter in buffer.param_index_map]
+    bases, _ = extract_sharded_tensors_and_factories(model_state(chunks))
+    replicas = {base.data: base.replica_id for base in nested_values(bases)}
     cut = 0
     for number, parameter in enumerate(parameters):
         storers = [of[number] for of, _ in everyones if number in of]
@@ -60,27 +67,69 @@ def check(part: Any, chunks: Any) -> int:
         pieces = [piece for _, held in everyones for piece in held if piece[0] == number]
         cut += len(pieces) > 1
         for key, (value, replica) in storers[0].items():
-            assert replica[-1] == 0
+            assert replica == (*replicas[parameter][:-1], 0), "what other ranks of the model have too is not theirs"
             assert value.dtype == torch.float32
             whole = torch.full((parameter.numel(),), float("nan"))
             for _, start, end, values in pieces:
                 whole[start:end] = values[key].flatten().cpu()
-            assert torch.equal(value, whole), f"{key} of parameter {number}"
-    share = sum(buffer.numel for buffer in part.buffers) / group.size()
+            assert torch.equal(value.cpu(), whole), f"{key} of parameter {number}"
+    share = sum(parameter.numel() for parameter in parameters) / group.size()
     most = max(sum(value["param"][0].numel() for value in of.values()) for of, _ in everyones)
-    assert most <= share + max(parameter.numel() for parameter in parameters)
+    assert most <= share + 2 * max(parameter.numel() for parameter in parameters)
     return cut
 
 
+def round_trip(learner: Any, parts: list[Any], directory: str) -> None:
+    """What is saved comes back, to the bit, and is no less than what ranks have in common."""
+    if dist.get_rank() == 0:
+        Path(directory).mkdir()
+    dist.barrier()
+    with LogCapture() as log:
+        save_state(directory, learner.model_chunks, learner._optimizer, learner._scheduler)
+    assert not [line for line in log.lines if "differs" in line], log.lines
+    before = [held_by(part) for part in parts]
+    for part in parts:
+        for state in part.optimizer.state.values():
+            for value in state.values():
+                value.fill_(7.0)
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.data.fill_(7.0)
+    load_state(directory, learner.model_chunks, learner._optimizer, learner._scheduler)
+    for held, again in zip(before, (held_by(part) for part in parts), strict=True):
+        for (*place, values), (*place_now, now) in zip(held, again, strict=True):
+            assert place == place_now
+            assert all(torch.equal(now[key], values[key]) for key in KEYS)
+
+
+class LogCapture(logging.Handler):
+    """Within it, what is logged by anyone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> LogCapture:
+        logging.getLogger().addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger().removeHandler(self)
+
+
 def main() -> None:
-    model_dir, layout = Path(sys.argv[1]), json.loads(sys.argv[2])
+    model_dir, directory, layout = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     case = CASES["grpo"]
     trainer = MegatronTrainer(rollouts.arguments(model_dir, **case.options, **layout, use_distributed_optimizer=True))
     batch = rollouts.batches(case.rows(0), trainer.dp_size, case.steps)[trainer.dp_rank]
     trainer.train(0, batch)
     learner = trainer._actor
-    cut = [check(part, learner.model_chunks) for part in parts_of(learner._optimizer) if part.buffers]
-    assert sum(cut), "no parameter is cut: this shows nothing"
+    parts: list[Any] = [part for part in parts_of(learner._optimizer) if part.buffers]
+    assert sum(check(part, learner.model_chunks) for part in parts), "no parameter is cut: this shows nothing"
+    round_trip(learner, parts, directory)
     dist.destroy_process_group()
 
 

@@ -11,18 +11,24 @@ import pytest
 from tests.parallel import tiny
 from tests.parallel.conftest import run_worker
 
+TP2 = {"tensor_model_parallel_size": 2}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+"""With which gradients are in buckets, each of which all ranks have a share of."""
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "dp2": (2, "qwen2", {}),
-    "dp4": (4, "qwen3", {"overlap_grad_reduce": True, "overlap_param_gather": True}),
-    "tp2_dp2": (4, "qwen2", {"tensor_model_parallel_size": 2}),
+    "dp4": (4, "qwen3", {}),
+    "dp4_buckets": (4, "qwen3", OVERLAP | {"ddp_bucket_size": 5001}),
+    "tp2_dp2": (4, "qwen2", TP2),
+    "pp2_dp2": (4, "qwen3_tied", {"pipeline_model_parallel_size": 2}),
     "cp2_dp2": (4, "qwen3", {"context_parallel_size": 2}),
     "ep2_dp4": (4, "qwen3_moe", {"expert_model_parallel_size": 2}),
+    "etp2_tp2_dp2": (4, "qwen3_moe", {**TP2, "sequence_parallel": True, "expert_tensor_parallel_size": 2}),
 }
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "dp2" else pytest.mark.full) for n in LAYOUTS])
-def test_each_parameter_is_stored_once_and_whole(name: str, tmp_path: Path) -> None:
+def test_each_parameter_is_stored_once_and_comes_back(name: str, tmp_path: Path) -> None:
     ranks, model, layout = LAYOUTS[name]
     directory = tmp_path / model
     tiny.model(model).save_pretrained(directory)
-    run_worker(ranks, "shares_worker.py", directory, json.dumps(layout), log=tmp_path / "log")
+    run_worker(ranks, "shares_worker.py", directory, tmp_path / "saved", json.dumps(layout), log=tmp_path / "log")

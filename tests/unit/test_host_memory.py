@@ -97,17 +97,27 @@ def test_experts(plan: Plan, launch_directory: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "on_gpus", "expected"),
     [
-        # Four ranks with half of the model each: of values and moments their shares, and of weights what two copy.
-        ("--tensor-model-parallel-size 2", True, ELEMENTS * 12 + ELEMENTS * 2),
-        ("--fp32", False, ELEMENTS * 12 + ELEMENTS * 4),
-        # Two of them write it.
-        ("--tensor-model-parallel-size 2 --no-use-distributed-optimizer", True, 2 * ELEMENTS / 2 * (2 + 12)),
+        # Each a part, of all that ranks have alike.
+        ("--tensor-model-parallel-size 2", True, ELEMENTS * (2 + 12)),
+        ("--tensor-model-parallel-size 2 --no-use-distributed-optimizer", True, ELEMENTS * (2 + 12)),
+        ("--overlap-grad-reduce", True, ELEMENTS * (2 + 12 * 1.5)),
+        ("--fp32", False, ELEMENTS * (4 + 8)),
+        ("--fp32 --no-use-distributed-optimizer", False, None),
         ("--tensor-model-parallel-size 2 --lora-rank 4", True, None),
     ],
 )
 def test_saving(words: str, on_gpus: bool, expected: float | None, plan: Plan) -> None:
     found = plan(f"--colocate --actor-num-gpus-per-node 4 --save saved {words}", on_gpus=on_gpus)
     assert found.get("a checkpoint on its way to a disk") == expected
+
+
+def test_saving_experts(launch_directory: Path, plan: Plan) -> None:
+    """The same, however experts are divided."""
+    shape = LATENT | {"num_hidden_layers": 3}
+    (launch_directory / "model" / "config.json").write_text(json.dumps(shape))
+    words = "--colocate --actor-num-gpus-per-node 4 --save saved"
+    found = [plan(f"{words} --expert-model-parallel-size {n}")["a checkpoint on its way to a disk"] for n in (1, 2, 4)]
+    assert found[0] == found[1] == found[2]
 
 
 def test_batches_and_snapshots(plan: Plan) -> None:

@@ -111,16 +111,18 @@ def fix_distributed_optimizer_load() -> None:
 
 
 def store_optimizer_by_shares() -> None:
-    """Has each rank store the distributed optimizer's state of the parameters of which it has the most.
+    """Has each rank store and load about its share of the distributed optimizer's state, and what is behind a padded
+    bucket where it belongs.
 
-    Megatron gathers all of it on each rank, twelve bytes a parameter, and the first rank writes it; and it shifts what
-    is behind a padded bucket, as a tied embedding has one of its own, by the padding.
+    Megatron gathers all of it on each rank, twelve bytes a parameter, and the first rank writes it, shifted by the
+    padding of buckets: a tied embedding has one of its own.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from slime.backends.megatron.weights.optimizer_shares import sharded_by_holders
+    from slime.backends.megatron.weights import optimizer_shares
 
-    DistributedOptimizer.sharded_param_state_fully_reshardable = sharded_by_holders
+    DistributedOptimizer.sharded_param_state_fully_reshardable = optimizer_shares.sharded_by_storers
+    DistributedOptimizer.load_parameter_state_from_fully_reshardable = optimizer_shares.load_from_storers
 
 
 def add_gradients_by_torch() -> None:
@@ -252,7 +254,7 @@ FIXES: tuple[Patch[RankFacts], ...] = (
     _megatron("optimizer_load", "Megatron's loads torch's AdamW.", fix_distributed_optimizer_load),
     _megatron(
         "optimizer_shares",
-        "Megatron gathers no more of its state than a rank stores.",
+        "Megatron gathers no more of its state than a rank stores, and what is behind padding is not shifted.",
         store_optimizer_by_shares,
     ),
     _megatron("order_of_experts", "Megatron's permutation has one order.", fix_order_of_experts),

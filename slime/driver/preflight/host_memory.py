@@ -50,6 +50,8 @@ _ADVICE = 3
 """Of the largest lines there is advice."""
 _GRADIENT = 4
 """Bytes of one, and of a main parameter."""
+_IN_HALVES = 1.5
+"""How often each byte of a model's state is there on the way to a disk where gated matrices, half of it, are twice."""
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 _FLAGS_OF_ENGINES = {"--cpu-offload-gb": _GIB, "--hicache-size": 10**9}
 """SGLang's, of host memory for each rank, and in what they count it."""
@@ -202,24 +204,19 @@ def _trainers(args: Namespace, count: int, on_gpus: bool) -> Iterator[Share]:
     yield Share(f"sets of weights: {', '.join(sets)}", count * sum(sets.values()) * weights, less=less)
     if args.save or args.trainer_snapshot_interval:
         less = (_MORE, "save weights alone (--save-hf, no --save)")
-        yield Share("a checkpoint on its way to a disk", _saving(args, rank, count, on_gpus), less=less)
+        yield Share("a checkpoint on its way to a disk", _saving(args, count, on_gpus), less=less)
 
 
-def _saving(args: Namespace, rank: _Rank, count: int, on_gpus: bool) -> float:
-    """What so many ranks have in host memory while they save, one model after the other: of the ranks that have the
-    same part the first copies it, and each its own share of a distributed optimizer."""
-    if args.lora_rank:
+def _saving(args: Namespace, count: int, on_gpus: bool) -> float:
+    """What so many ranks have in host memory while they save, one model after the other: each the part of the
+    checkpoint that it writes. Gradients in buckets have all parameters cut: their state is put together first, and
+    Megatron's writer copies the halves of a gated matrix once more."""
+    if args.lora_rank or not (on_gpus or args.use_distributed_optimizer):
         return 0.0
-    stages, copied = args.pipeline_model_parallel_size, weight_bytes(args)
-    shares = 0.0
-    if args.use_distributed_optimizer:
-        same = args.world_size / (args.tensor_model_parallel_size * stages)
-        shares = count * (rank.dense + rank.experts) * 3 * _GRADIENT / same
-    else:
-        copied = (copied + _main_bytes(args) + moment_bytes(args)) * on_gpus
-    first = min(count, args.tensor_model_parallel_size * stages)
-    first_experts = min(count, args.expert_tensor_parallel_size * args.expert_model_parallel_size * stages)
-    return shares + copied * (first * rank.dense + first_experts * rank.experts)
+    state = _main_bytes(args) + moment_bytes(args)
+    if args.use_distributed_optimizer and args.overlap_grad_reduce:
+        state *= _IN_HALVES
+    return count * _elements(args) / args.world_size * (weight_bytes(args) + state)
 
 
 def _weight_sets(args: Namespace) -> dict[str, int]:

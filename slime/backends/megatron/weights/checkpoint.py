@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extract_nonpersistent, extract_sharded_base
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -68,8 +70,13 @@ def save_weights(directory: Path, model_chunks: Sequence[Any]) -> None:
 
 
 def _save(state: dict[str, Any], directory: str) -> None:
-    """With `COMMON`, which every release reads and tools look into; 0.19 of megatron-core writes none."""
-    dist_checkpointing.save(state, directory)
+    """With `COMMON`, which every release reads and tools look into; 0.19 of megatron-core writes none.
+
+    Of what data-parallel ranks have alike each writes a part.
+    """
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group)
+    dist_checkpointing.save(state, directory, strategy)
     if dist.get_rank() == 0 and not Path(directory, COMMON).exists():
         torch.save(dist_checkpointing.load_common_state_dict(directory), Path(directory, COMMON))
 

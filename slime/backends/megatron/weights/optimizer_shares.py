@@ -1,9 +1,9 @@
-"""Which rank stores what of a distributed optimizer: each the state of those parameters of which it has the most.
+"""Which rank stores what of a distributed optimizer: each some of the parameters of which it has a part.
 
-Megatron-core cuts the parameters that ranks have in common into equal shares, wherever that is, and gathers all state
-on each rank to store it by parameters, as its ``fully_reshardable`` format wants it: twelve bytes a parameter of the
-whole, on every rank, of which the first writes all. Here only what a cut divides is sent, and every rank writes its
-share. What is stored is the same.
+Megatron-core cuts the parameters that ranks have in common into equal shares, wherever that is. To store state by
+parameters, as its ``fully_reshardable`` format wants it, it gathers all of it on each rank, twelve bytes a parameter of
+the whole, and the first writes it; to load it each rank reads all. Here a rank stores about as much as its share is,
+whole parameters, and only what a cut divides is sent, either way. What is stored is the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from torch import Tensor
 from torch.nn import Parameter
@@ -32,6 +32,19 @@ class Piece:
     end: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """A parameter of a distributed optimizer, who has what of it, and who stores it."""
+
+    parameter: Parameter
+    pieces: Sequence[Piece]
+    storer: int
+
+    def of(self, rank: int) -> Piece | None:
+        """What a rank has of it."""
+        return next((piece for piece in self.pieces if piece.rank == rank), None)
+
+
 def pieces_of(buffer: Any, ranks: int) -> dict[Parameter, list[Piece]]:
     """By parameter of a gradient buffer, in the buffer's order, who of ``ranks`` has what of it."""
     found = {}
@@ -46,87 +59,132 @@ def pieces_of(buffer: Any, ranks: int) -> dict[Parameter, list[Piece]]:
     return found
 
 
-def sharded_by_holders(
+def shared_out(buffers: Sequence[Any], ranks: int) -> list[Shared]:
+    """The parameters of buffers in Megatron's order, each stored by the holder that stores the least until then."""
+    stored = [0] * ranks
+    found = []
+    for buffer in buffers:
+        for parameter, pieces in pieces_of(buffer, ranks).items():
+            storer = min(pieces, key=lambda piece: (stored[piece.rank], piece.start - piece.end)).rank
+            stored[storer] += parameter.numel()
+            found.append(Shared(parameter, pieces, storer))
+    return found
+
+
+def sharded_by_storers(
     self: Any, model_sharded_state_dict: Mapping[str, Any], is_loading: bool = False, metadata: Any = None
-) -> dict[int, dict[str, Any]]:
+) -> Any:
     """In place of `DistributedOptimizer.sharded_param_state_fully_reshardable`; collective over its group.
 
-    By the number of a parameter, float32 tensors of the parameter's shape: of those that this rank stores, or, while
-    ``is_loading``, of those of which it has a part, to be filled.
+    By the number of a parameter, float32 tensors of the parameter's shape of those that this rank stores; while
+    ``is_loading``, to be filled. ValueError where the model stores a parameter not at all.
     """
     group = self.data_parallel_group
     bases, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     stored_as = {base.data: base for base in nested_values(bases)}
-    keys = ("param", *getattr(self, "optimizer_state_keys", ("exp_avg", "exp_avg_sq")))
     if not is_loading:
-        # With all ranks: NCCL's communicator, which it makes at first use, would wait for them at the first piece.
-        dist.all_reduce(torch.zeros(1, device=device.current_device()), group=group)
+        _connect(group)
     state: dict[int, dict[str, Any]] = {}
-    number = -1
-    for buffer in self.buffers:
-        for parameter, pieces in pieces_of(buffer, group.size()).items():
-            number += 1
-            if is_loading:
-                is_held = any(piece.rank == group.rank() for piece in pieces)
-                values = {key: torch.empty(parameter.numel()) for key in keys} if is_held else {}
-            else:
-                values = _assembled(self, parameter, pieces, keys)
-            # That of the rank that stores it counts: replica 0.
-            replica = (group.rank() - _storer(pieces)) % group.size() + self.distributed_optimizer_instance_id
-            if values:
-                base = stored_as[parameter]
-                state[number] = {key: _stored(base, key, value, replica) for key, value in values.items()}
-    return state
+    for number, shared in enumerate(shared_out(self.buffers, group.size())):
+        values = _empty(self, shared) if is_loading else _collected(self, shared)
+        if not values:
+            continue
+        if (base := stored_as.get(shared.parameter)) is None:
+            raise ValueError(
+                f"a trained parameter of shape {tuple(shared.parameter.shape)} is not in what the model stores of "
+                "itself: the sharded_state_dict of its module leaves it out"
+            )
+        # Replica 0 counts, and there is no other one but of further instances of the optimizer.
+        replica = (*base.replica_id[:-1], self.distributed_optimizer_instance_id)
+        state[number] = {key: _stored(base, key, value, replica) for key, value in values.items()}
+    # An empty dictionary would be something that ranks have in common, and differ in.
+    return state or LocalNonpersistentObject({})
 
 
-def _storer(pieces: Sequence[Piece]) -> int:
-    """The rank that has the most."""
-    return max(pieces, key=lambda piece: piece.end - piece.start).rank
-
-
-def _assembled(optimizer: Any, parameter: Parameter, pieces: Sequence[Piece], keys: Sequence[str]) -> dict[str, Tensor]:
-    """The state of a whole parameter, flat and in host memory, on the rank that stores it; nothing on others."""
-    group, storer = optimizer.data_parallel_group, _storer(pieces)
+@torch.no_grad()
+def load_from_storers(self: Any, state_dict: Mapping[int, Mapping[str, Tensor]]) -> None:
+    """In place of `DistributedOptimizer.load_parameter_state_from_fully_reshardable`, of what `sharded_by_storers`
+    asked for; collective."""
+    group, keys = self.data_parallel_group, _keys(self)
     rank = group.rank()
-    own = [piece for piece in pieces if piece.rank == rank]
-    parts = {key: value.detach() for key, value in _state(optimizer, parameter).items()} if own else {}
-    if rank != storer:
-        if own:
-            flat = torch.stack([parts[key].to(parameter.device, torch.float32).flatten() for key in keys])
-            _wait(dist.P2POp(dist.isend, flat, dist.get_global_rank(group, storer), group))
+    _connect(group)
+    for number, shared in enumerate(shared_out(self.buffers, group.size())):
+        values: Sequence[Tensor] = []
+        if rank == shared.storer:
+            whole = [state_dict[number][key].flatten() for key in keys]
+            for piece in shared.pieces:
+                part = [value[piece.start : piece.end] for value in whole]
+                if piece.rank == rank:
+                    values = part
+                else:
+                    _pass(dist.isend, torch.stack(part).to(shared.parameter.device), piece.rank, group)
+        elif (piece_here := shared.of(rank)) is not None:
+            values = _received(shared, piece_here, len(keys), shared.storer, group)
+        if values:
+            self._set_main_param_and_optimizer_states(shared.parameter, dict(zip(keys, values, strict=True)))
+
+
+def _keys(optimizer: Any) -> tuple[str, ...]:
+    """megatron-core 0.16.1 has Adam's alone."""
+    return ("param", *getattr(optimizer, "optimizer_state_keys", ("exp_avg", "exp_avg_sq")))
+
+
+def _empty(optimizer: Any, shared: Shared) -> dict[str, Tensor]:
+    is_here = optimizer.data_parallel_group.rank() == shared.storer
+    return {key: torch.empty(shared.parameter.numel()) for key in _keys(optimizer)} if is_here else {}
+
+
+def _collected(optimizer: Any, shared: Shared) -> dict[str, Tensor]:
+    """The state of a whole parameter, flat, on the rank that stores it; nothing on others.
+
+    Of a parameter that is whole on a rank it is the live state, which changes in the next step, and no copy.
+    """
+    group, keys = optimizer.data_parallel_group, _keys(optimizer)
+    rank, own = group.rank(), shared.of(group.rank())
+    parts: list[Tensor] = []
+    if own is not None:
+        state = optimizer._get_main_param_and_optimizer_states(shared.parameter)
+        parts = [state[key].detach().float().flatten() for key in keys]
+    if rank != shared.storer:
+        if parts:
+            _pass(dist.isend, torch.stack(parts).to(shared.parameter.device), shared.storer, group)
         return {}
-    if len(pieces) == 1:
-        return {key: parts[key].to("cpu", torch.float32) for key in keys}
-    whole = {key: torch.empty(parameter.numel()) for key in keys}
-    for piece in pieces:
-        if piece.rank == rank:
-            values: Sequence[Tensor] = [parts[key] for key in keys]
-        else:
-            flat = torch.empty(len(keys), piece.end - piece.start, device=parameter.device)
-            _wait(dist.P2POp(dist.irecv, flat, dist.get_global_rank(group, piece.rank), group))
-            values = flat.unbind()
+    if len(shared.pieces) == 1:
+        return dict(zip(keys, parts, strict=True))
+    whole = {key: torch.empty(shared.parameter.numel()) for key in keys}
+    for piece in shared.pieces:
+        values = parts if piece.rank == rank else _received(shared, piece, len(keys), piece.rank, group)
         for key, value in zip(keys, values, strict=True):
-            whole[key][piece.start : piece.end] = value.flatten()
+            whole[key][piece.start : piece.end] = value
     return whole
 
 
-def _state(optimizer: Any, parameter: Parameter) -> dict[str, Tensor]:
-    state: dict[str, Tensor] = optimizer._get_main_param_and_optimizer_states(parameter)
-    return state
+def _received(shared: Shared, piece: Piece, kinds: int, sender: int, group: dist.ProcessGroup) -> Sequence[Tensor]:
+    """Of so many kinds of state those of a piece."""
+    values = torch.empty(kinds, piece.end - piece.start, device=shared.parameter.device)
+    _pass(dist.irecv, values, sender, group)
+    return values.unbind()
 
 
-def _wait(operation: dist.P2POp) -> None:
-    """In a batch of its own: so it goes by the group's communicator, and not by one that is made for the two ranks."""
-    for request in dist.batch_isend_irecv([operation]):
+def _connect(group: dist.ProcessGroup) -> None:
+    """With all ranks: NCCL's communicator, which it makes at first use, would wait for them at the first piece."""
+    dist.all_reduce(torch.zeros(1, device=device.current_device()), group=group)
+
+
+def _pass(way: Any, values: Tensor, other: int, group: dist.ProcessGroup) -> None:
+    """Send to or receive from a rank of the group. In a batch, if of one: so it goes by the group's communicator, and
+    not by one that is made for the two ranks. All ranks go through the parameters in one order, so that none waits for
+    another that waits for it."""
+    for request in dist.batch_isend_irecv([dist.P2POp(way, values, dist.get_global_rank(group, other), group)]):
         request.wait()
 
 
-def _stored(base: Any, key: str, value: Tensor, replica: int) -> Any:
+def _stored(base: Any, key: str, value: Tensor, replica: tuple[int, ...]) -> Any:
     """``value`` as what is stored of the optimizer where ``base`` is of the model."""
     changes: dict[str, Any] = {
         "key": f"optimizer.state.{key}.{base.key}",
         "data": value.reshape(base.data.shape),
-        "replica_id": (*base.replica_id[:-1], replica),
+        "replica_id": replica,
     }
     if isinstance(base, ShardedTensor):
         changes["dtype"] = value.dtype
