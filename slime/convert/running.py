@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 WORKERS = min(8, os.cpu_count() or 1)
 """Threads of a conversion, unless its user says otherwise."""
 _LOG_SECONDS = 10.0
+_CLEANING_S = 5.0
+"""In which a further interrupt does not end the cleaning up after one."""
 _SPARE_BYTES = 2**20
 """What a directory takes besides its tensors, about."""
 _UNITS = {"": 1, "ki": 2**10, "mi": 2**20, "gi": 2**30, "k": 10**3, "m": 10**6, "g": 10**9}
@@ -52,14 +54,17 @@ def main(name: str, convert: Callable[[], None], output: Path, *, several_ranks:
     One that is not for ``several_ranks`` refuses to start as one of them: all would write the same files.
 
     Errors of the input are one line and status 2, those of the machine, such as a full disk, one line and status 1; an
-    interrupt is one line, and 130 by SIGINT or 143 by SIGTERM, and further ones change nothing. Of several ranks, the
-    first says that it was interrupted or where the output is.
+    interrupt is one line, and 130 by SIGINT or 143 by SIGTERM; further ones do nothing for a while, in which is cleaned
+    up. Of several ranks, the first says that it was interrupted or where the output is.
     """
     interrupts: list[KeyboardInterrupt] = []
+    deaf_until = 0.0
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        for ours in handled:
-            signal.signal(ours, signal.SIG_IGN)  # a second one would end the cleaning up
+        nonlocal deaf_until
+        if time.monotonic() < deaf_until:
+            return
+        deaf_until = time.monotonic() + _CLEANING_S  # not for good: what cleans up may hang, and torch swallow this one
         interrupts.append(_Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
         raise interrupts[-1]
 
@@ -84,7 +89,7 @@ def main(name: str, convert: Callable[[], None], output: Path, *, several_ranks:
             raise
         if speaks:
             print(f"{name}: interrupted", file=sys.stderr)
-        return 128 + (signal.SIGTERM if isinstance([*interrupts, error][0], _Terminated) else signal.SIGINT)
+        return _status([*interrupts, error][0])
     except (BadInputError, FileNotFoundError, ValueError) as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         return 2
@@ -97,7 +102,11 @@ def main(name: str, convert: Callable[[], None], output: Path, *, several_ranks:
             signal.signal(number, handler)
     if speaks:
         print(f"{name}: wrote {output}")
-    return 0
+    return _status(interrupts[0]) if interrupts else 0
+
+
+def _status(interrupt: BaseException) -> int:
+    return 128 + (signal.SIGTERM if isinstance(interrupt, _Terminated) else signal.SIGINT)
 
 
 def memory() -> int:

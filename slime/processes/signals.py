@@ -8,17 +8,19 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import NoReturn
 
 
 @contextlib.contextmanager
 def signals_as_exceptions() -> Iterator[None]:
-    """Within the block, or the function that this decorates, SIGTERM and SIGHUP raise SystemExit with 128 and their
-    number, where they would just end us."""
+    """Within the block, or the function that this decorates, the first SIGTERM or SIGHUP raises SystemExit with 128 and
+    its number, where it would just end us. Later ones do nothing: they would end the cleaning up, as Ctrl-C does."""
+    leaves = False
 
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        signal.signal(number, signal.SIG_IGN)  # a second one would end the cleaning up
-        sys.exit(128 + number)
+    def leave(number: int, frame: FrameType | None) -> None:  # and not SIG_IGN, which programs that we start inherit
+        nonlocal leaves
+        if not leaves:
+            leaves = True
+            sys.exit(128 + number)
 
     ours = []
     if threading.current_thread() is threading.main_thread():

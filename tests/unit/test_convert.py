@@ -338,6 +338,31 @@ def test_a_second_interrupt_does_not_end_the_cleaning_up(
     assert not list(tmp_path.iterdir())
 
 
+def test_an_interrupt_that_is_swallowed_is_not_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """As Python swallows what is raised while an object is finalised. The status tells of one that did nothing."""
+    monkeypatch.setattr(running, "_CLEANING_S", 0.0)
+    done = []
+
+    def convert(times: int) -> None:
+        for _ in range(times):
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        done.append(times)
+
+    def again() -> None:
+        convert(2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    assert running.main("x.py", again, tmp_path) == 130
+    assert capsys.readouterr() == ("", "x.py: interrupted\n")
+    assert running.main("x.py", lambda: convert(1), tmp_path) == 130
+    assert capsys.readouterr() == (f"x.py: wrote {tmp_path}\n", "")
+    assert done == [2, 1]
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (None, None)])
 def test_an_interrupt_that_torch_holds_back_is_no_traceback(
     number: int | None, status: int | None, tmp_path: Path, capsys: Any

@@ -11,7 +11,8 @@ from slime.processes.signals import signals_as_exceptions
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_second_signal_does_not_end_the_cleaning_up(number: int) -> None:
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP])
+def test_a_second_signal_does_not_end_the_cleaning_up(number: int, second: int) -> None:
     cleaned = []
 
     @signals_as_exceptions()
@@ -19,7 +20,7 @@ def test_a_second_signal_does_not_end_the_cleaning_up(number: int) -> None:
         try:
             os.kill(os.getpid(), number)
         finally:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), second)
             cleaned.append(number)
 
     with pytest.raises(SystemExit) as left:

@@ -213,7 +213,7 @@ def _saving(args: Namespace, count: int, on_gpus: bool) -> float:
     Megatron's writer copies the halves of a gated matrix once more."""
     if args.lora_rank or not (on_gpus or args.use_distributed_optimizer):
         return 0.0
-    state = _main_bytes(args) + moment_bytes(args)
+    state = float(_main_bytes(args) + moment_bytes(args))
     if args.use_distributed_optimizer and args.overlap_grad_reduce:
         state *= _IN_HALVES
     return count * _elements(args) / args.world_size * (weight_bytes(args) + state)
