@@ -21,8 +21,8 @@ METRIC_FLOOR, MAXIMUM_FLOOR = 0.01, 0.5
 out: log-probs near -5 are rounded at 5e-7."""
 FLOORS = dict.fromkeys(("train/ppo_kl", "train/tis_abs", "train/train_rollout_logprob_abs_diff"), 0.05)
 """Of means of first-order differences of log-probs."""
-FLOORS |= {"rollout/advantages": 0.05, "train/loss": 0.1, "train/pg_loss": 0.1}
-"""Of means of numbers near 1 and -1, which cancel."""
+FLOORS |= {"rollout/advantages": 0.05, "train/loss": 0.2, "train/pg_loss": 0.2}
+"""Of means of numbers near 1 and -1, of CISPO near 5 and -5, which cancel."""
 LEAST_GRADIENT = 1e-7
 """AdamW's first step is the sign of a gradient: of a smaller one, that of its rounding."""
 
