@@ -42,18 +42,11 @@ def reward(completions: list[list[dict[str, str]]], label: list[str], **_: Any) 
     return [float(bool(boxed) and int(boxed[-1]) == int(right)) for boxed, right in zip(found, label, strict=True)]
 
 
-def main() -> None:
-    """Train."""
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+def config_of(s: Settings) -> Any:
+    """TRL's settings, for one batch a step."""
+    from trl import GRPOConfig
 
-    s = Settings(**json.loads(sys.argv[1]))
-    with open(s.data) as lines:
-        rows = [json.loads(line) for line in lines]
-    dataset = Dataset.from_list([{"prompt": row["prompt"], "label": row["label"]} for row in rows])
-    config = GRPOConfig(
+    return GRPOConfig(
         output_dir=s.output,
         max_steps=s.steps,
         per_device_train_batch_size=s.responses,
@@ -78,6 +71,19 @@ def main() -> None:
         report_to="none",
         disable_tqdm=True,
     )
+
+
+def main() -> None:
+    """Train."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, TrainerCallback
+    from trl import GRPOTrainer
+
+    s = Settings(**json.loads(sys.argv[1]))
+    with open(s.data) as lines:
+        rows = [json.loads(line) for line in lines]
+    dataset = Dataset.from_list([{"prompt": row["prompt"], "label": row["label"]} for row in rows])
     generating = [0.0]
 
     class Timed(GRPOTrainer):
@@ -103,7 +109,7 @@ def main() -> None:
             print(MARK + json.dumps(told), flush=True)
 
     model = AutoModelForCausalLM.from_pretrained(s.model, dtype=torch.float32)
-    Timed(model=model, reward_funcs=reward, args=config, train_dataset=dataset, callbacks=[Told()]).train()
+    Timed(model=model, reward_funcs=reward, args=config_of(s), train_dataset=dataset, callbacks=[Told()]).train()
 
 
 if __name__ == "__main__":
