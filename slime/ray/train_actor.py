@@ -86,6 +86,10 @@ class TrainActor:
         os.environ[_STORE_IS_THERE] = "True"
         self._trainer = trainer_of(self._args)
         del os.environ[_STORE_IS_THERE]
+        for option in ("save", "critic_save") if self._args.use_critic else ("save",):
+            if (place := getattr(self._args, option)) is not None:
+                with writing(flag_named(option), place):
+                    checkpoint_dirs.check_shared(place, flag_named(option))
         state = None
         if self._trainer.resumed_from and self._rank == 0:
             path = Path(self._trainer.resumed_from, _ROLLOUT_STATE)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Collection
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import start_processes
 
 from slime.backends.megatron import trainer
 from slime.backends.megatron.hf_to_torch_dist import check_target
 from slime.files.checkpoints import LATEST, find_checkpoint, is_release, is_torch_dist
 from slime.options.errors import OptionError
 from slime.options.lora import check_adapters, check_base
+from slime.training import checkpoint_dirs
 from slime.training.checkpoint_dirs import begin_save, commit_directory, commit_save, staging_directory
 from slime.utils.errors import BadInputError
 from tests.algorithm_options import algorithm_options
@@ -179,3 +184,39 @@ def test_where_a_conversion_may_write(
         (tmp_path / LATEST).write_text(latest)
     with pytest.raises(BadInputError, match=problem) if problem else contextlib.nullcontext():
         check_target(tmp_path, force=force)
+
+
+def see(rank: int, directory: str, others: str, ranks: int) -> None:
+    """One rank, for which ``--save`` is a place of its own where ``others`` says so."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
+    place = Path(directory, "save", others if rank else "")
+    try:
+        checkpoint_dirs.check_shared(place, "--save")
+        said = "shared"
+    except BadInputError as error:
+        said = str(error)
+    Path(directory, f"rank{rank}").write_text(said)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("others", ["", "elsewhere"])
+def test_all_ranks_are_to_see_a_save(others: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one host, where the second's place stands for that of a host without the first's file system."""
+    monkeypatch.setattr(checkpoint_dirs, "_SEEN_WITHIN_S", 0.3)
+    start_processes(see, (str(tmp_path), others, 2), nprocs=2, start_method="fork")
+    said = {tmp_path.joinpath(f"rank{rank}").read_text() for rank in range(2)}
+    host = socket.gethostname()
+    blind = f"--save {tmp_path}/save: training ranks on {host} do not see what the first one, on {host}, writes there: "
+    if others:
+        assert len(said) == 2, "each names its own"
+        assert any(line.startswith(blind) for line in said)
+        assert all("name a directory of a file system that all hosts with trainers have" in line for line in said)
+    else:
+        assert said == {"shared"}
+    assert not list(tmp_path.joinpath("save").iterdir())
+
+
+def test_a_single_rank_writes_nothing_to_see(tmp_path: Path) -> None:
+    checkpoint_dirs.check_shared(tmp_path / "save", "--save")
+    assert not list(tmp_path.iterdir())
