@@ -11,6 +11,7 @@ import pytest
 from tests.parallel import tiny
 from tests.parallel.conftest import run_worker
 
+NUM_GPUS = 0
 TP2 = {"tensor_model_parallel_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 """With which gradients are in buckets, each of which all ranks have a share of."""

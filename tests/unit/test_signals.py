@@ -9,6 +9,8 @@ import pytest
 
 from slime.processes.signals import signals_as_exceptions
 
+NUM_GPUS = 0
+
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP])
