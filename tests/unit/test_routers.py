@@ -23,6 +23,12 @@ NUM_GPUS = 0
 KEYS = ("generate-key", "admin-key")
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers write into the run's directory, which is a relative path here."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def servers() -> Iterator[Servers]:
     made = Servers()
