@@ -8,6 +8,7 @@ those that commit, after their last write.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 import uuid
@@ -22,33 +23,47 @@ from slime.files.checkpoints import LATEST, checkpoint_directory
 from slime.files.exports import mark_export
 from slime.utils.errors import BadInputError
 
-_SEEN_WITHIN_S, _POLL_S = 60.0, 0.1
-"""A host may know for so long what was in a directory of another, as NFS's clients do."""
+_SEEN_WITHIN_S, _POLL_S = 90.0, 0.1
+"""A host may know for a minute what was in a directory of another, as NFS's clients do."""
 
 
 def check_shared(save_dir: str | Path, flag: str) -> None:
     """Raise BadInputError, on every rank, where one does not see what the first writes in ``save_dir``: each writes a
-    part of a checkpoint, and the first commits it. OSError where the first cannot write there."""
+    part of a checkpoint, and the first commits it. OSError, on every rank too, where the first cannot write there."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    mark: list[Any] = [f".{uuid.uuid4().hex}.seen", socket.gethostname()]
+    mark = Path(save_dir, f".{uuid.uuid4().hex}.seen")
+    told: list[Any] = [mark.name, socket.gethostname(), None]
     if _is_first_rank():
-        Path(save_dir).mkdir(parents=True, exist_ok=True)
-        Path(save_dir, mark[0]).touch()
-    dist.broadcast_object_list(mark)
-    name, first_host = mark
+        try:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        except OSError as error:
+            told[2] = error.errno, error.strerror, str(save_dir)
+    dist.broadcast_object_list(told)
+    name, first_host, problem = told
+    if problem is not None:
+        raise OSError(*problem)
     deadline = time.monotonic() + _SEEN_WITHIN_S
-    while not (seen := Path(save_dir, name).exists()) and time.monotonic() < deadline:
+    while not (seen := _exists(Path(save_dir, name))) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, None if seen else socket.gethostname())
     if _is_first_rank():
-        Path(save_dir, name).unlink()
+        with contextlib.suppress(OSError):
+            mark.unlink()
     if blind := sorted({host for host in found if host is not None}):
         raise BadInputError(
             f"{flag} {save_dir}: training ranks on {', '.join(blind)} do not see what the first one, on {first_host}, "
             "writes there: name a directory of a file system that all hosts with trainers have, such as NFS"
         )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a rank that may not look does not see it
+        return False
 
 
 def begin_save(save_dir: str | Path, rollout_id: int) -> str:

@@ -23,6 +23,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "pp2_dp2": (4, "qwen3_tied", {"pipeline_model_parallel_size": 2}),
     "cp2_dp2": (4, "qwen3", {"context_parallel_size": 2}),
     "ep2_dp4": (4, "qwen3_moe", {"expert_model_parallel_size": 2}),
+    "tp2_dp2_etp1": (4, "qwen3_moe", {**TP2, "sequence_parallel": True, "expert_tensor_parallel_size": 1}),
     "etp2_tp2_dp2": (4, "qwen3_moe", {**TP2, "sequence_parallel": True, "expert_tensor_parallel_size": 2}),
 }
 

@@ -194,7 +194,7 @@ def see(rank: int, directory: str, others: str, ranks: int) -> None:
     try:
         checkpoint_dirs.check_shared(place, "--save")
         said = "shared"
-    except BadInputError as error:
+    except (BadInputError, OSError) as error:
         said = str(error)
     Path(directory, f"rank{rank}").write_text(said)
     dist.destroy_process_group()
@@ -215,6 +215,13 @@ def test_all_ranks_are_to_see_a_save(others: str, tmp_path: Path, monkeypatch: p
     else:
         assert said == {"shared"}
     assert not list(tmp_path.joinpath("save").iterdir())
+
+
+def test_all_ranks_hear_that_the_first_cannot_write(tmp_path: Path) -> None:
+    tmp_path.joinpath("save").write_text("a file")
+    start_processes(see, (str(tmp_path), "", 2), nprocs=2, start_method="fork")
+    said = {tmp_path.joinpath(f"rank{rank}").read_text() for rank in range(2)}
+    assert said == {f"[Errno 17] File exists: '{tmp_path}/save'"}
 
 
 def test_a_single_rank_writes_nothing_to_see(tmp_path: Path) -> None:

@@ -98,10 +98,10 @@ def test_experts(plan: Plan, launch_directory: Path) -> None:
     ("words", "on_gpus", "expected"),
     [
         # Each a part, of all that ranks have alike.
-        ("--tensor-model-parallel-size 2", True, ELEMENTS * (2 + 12)),
+        ("--tensor-model-parallel-size 2", True, ELEMENTS * (2 + 12 * 1.5)),
         ("--tensor-model-parallel-size 2 --no-use-distributed-optimizer", True, ELEMENTS * (2 + 12)),
-        ("--overlap-grad-reduce", True, ELEMENTS * (2 + 12 * 1.5)),
-        ("--fp32", False, ELEMENTS * (4 + 8)),
+        ("--fp32", False, ELEMENTS * (4 + 12)),
+        ("--fp32 --overlap-grad-reduce", False, ELEMENTS * (4 + 12 * 1.5)),
         ("--fp32 --no-use-distributed-optimizer", False, None),
         ("--tensor-model-parallel-size 2 --lora-rank 4", True, None),
     ],

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from slime.backends.megatron.weights.optimizer_shares import Piece, pieces_of, shared_out
@@ -39,18 +41,29 @@ def test_a_parameter_ends_where_a_share_does() -> None:
 
 
 def test_who_stores() -> None:
-    """Of the holders the one that stores the least until then, and of those the one that has the most."""
+    """The largest first: of its holders who stores the least until then, of those who has the most."""
     parameters = [torch.nn.Parameter(torch.empty(size)) for size in (5, 7)]
     places = dict(zip(parameters, [(0, 5, 0), (5, 12, 0)], strict=True))
-    assert [shared.storer for shared in shared_out([buffer_of([(0, 12)], places)], 3)] == [0, 2]
+    found = shared_out([buffer_of([(0, 12)], places)], 3)
+    assert [shared.parameter is parameter for shared, parameter in zip(found, parameters, strict=True)] == [True] * 2
+    assert [shared.storer for shared in found] == [0, 2]
 
 
-def test_buckets_that_all_have_a_share_of_are_stored_in_turns() -> None:
-    """As with --overlap-grad-reduce, where a large matrix is a bucket of its own."""
-    parameters = [torch.nn.Parameter(torch.empty(8)) for _ in range(8)]
-    places = {parameter: (8 * i, 8 * i + 8, i) for i, parameter in enumerate(parameters)}
-    buffer = buffer_of([(8 * i, 8) for i in range(8)], places)
-    found = shared_out([buffer], 4)
-    assert [shared.storer for shared in found] == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert all(len(shared.pieces) == 4 for shared in found)
-    assert [shared.parameter is parameter for shared, parameter in zip(found, parameters, strict=True)] == [True] * 8
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("in_buckets", [False, True])
+def test_each_rank_stores_about_its_share(ranks: int, in_buckets: bool) -> None:
+    """Of a model whose embedding comes last, as gradients do, in one bucket or, as with --overlap-grad-reduce, in one
+    for each large matrix, of which all ranks have a part."""
+    sizes = [8000, *[4096, 1024, 256, 1024, 8, 12288, 12288, 8] * 24, 8000]
+    parameters = [torch.nn.Parameter(torch.empty(size)) for size in sizes]
+    starts = list(accumulate(sizes, initial=0))
+    places = {
+        parameter: (start, start + size, number if in_buckets else 0)
+        for number, (parameter, start, size) in enumerate(zip(parameters, starts, sizes, strict=False))
+    }
+    buckets = list(zip(starts, sizes, strict=False)) if in_buckets else [(0, starts[-1])]
+    stored = [0] * ranks
+    for shared in shared_out([buffer_of(buckets, places)], ranks):
+        stored[shared.storer] += shared.parameter.numel()
+    assert sum(stored) == sum(sizes)
+    assert max(stored) <= 1.05 * sum(sizes) / ranks + (0 if in_buckets else max(sizes))

@@ -92,3 +92,22 @@ def test_a_set_that_never_was() -> None:
     sets.keep(REFERENCE)
     sets.drop(REFERENCE)
     assert not sets.has(REFERENCE)
+    with pytest.raises(KeyError):
+        sets.switch(REFERENCE)
+
+
+def test_a_dropped_set_leaves_its_memory_to_one_other() -> None:
+    chunks = [model()]
+    sets = WeightSets(chunks, CURRENT)
+    sets.keep("v1")
+    memory = sets._copies["v1"][0].data_ptr()
+    sets.drop("v1")
+    change(chunks[0])
+    second = values(chunks[0])
+    sets.keep("v2")
+    change(chunks[0])
+    sets.keep("v3")
+    assert sets._copies["v2"][0].data_ptr() == memory
+    assert sets._copies["v3"][0].data_ptr() != memory
+    with sets.switched("v2"):
+        assert same(values(chunks[0]), second)

@@ -209,13 +209,14 @@ def _trainers(args: Namespace, count: int, on_gpus: bool) -> Iterator[Share]:
 
 def _saving(args: Namespace, count: int, on_gpus: bool) -> float:
     """What so many ranks have in host memory while they save, one model after the other: each the part of the
-    checkpoint that it writes. Gradients in buckets have all parameters cut: their state is put together first, and
-    Megatron's writer copies the halves of a gated matrix once more."""
+    checkpoint that it writes. A distributed optimizer's state has the parameters' values in float32 too, and is copied
+    there first where it is on a GPU, or cut as with gradients in buckets: of gated matrices Megatron's writer then
+    copies the halves once more."""
     if args.lora_rank or not (on_gpus or args.use_distributed_optimizer):
         return 0.0
     state = float(_main_bytes(args) + moment_bytes(args))
-    if args.use_distributed_optimizer and args.overlap_grad_reduce:
-        state *= _IN_HALVES
+    if args.use_distributed_optimizer:
+        state = 3 * _GRADIENT * (_IN_HALVES if on_gpus or args.overlap_grad_reduce else 1)
     return count * _elements(args) / args.world_size * (weight_bytes(args) + state)
 
 

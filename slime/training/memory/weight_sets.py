@@ -29,12 +29,14 @@ class WeightSets:
         self._only_trained = only_trained
         self._trained = current
         self._copies: dict[str, list[Tensor]] = {}
+        self._spare: list[Tensor] | None = None
+        """Of a set that was dropped: to pin memory takes longer than to fill it."""
         self.current = current
 
     def keep(self, name: str) -> None:
         """Copy what the model holds to host memory, as ``name``."""
         if name not in self._copies:
-            self._copies[name] = _room_for(list(self._differing()))
+            self._copies[name], self._spare = self._spare or _room_for(list(self._differing())), None
         for copy, tensor in zip(self._copies[name], self._differing(), strict=True):
             copy.copy_(tensor, non_blocking=True)
         device.synchronize_stream()
@@ -66,8 +68,8 @@ class WeightSets:
         self.current = name
 
     def drop(self, name: str) -> None:
-        """Forget a kept set."""
-        del self._copies[name]
+        """Forget a kept set; the next new one gets its memory."""
+        self._spare = self._copies.pop(name)
 
     @contextmanager
     def switched(self, name: str) -> Iterator[None]:

@@ -9,7 +9,7 @@ whole parameters, and only what a cut divides is sent, either way. What is store
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from slime.utils import device
+
+_CHUNK = 16 << 20
+"""Elements of a message."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +63,15 @@ def pieces_of(buffer: Any, ranks: int) -> dict[Parameter, list[Piece]]:
 
 
 def shared_out(buffers: Sequence[Any], ranks: int) -> list[Shared]:
-    """The parameters of buffers in Megatron's order, each stored by the holder that stores the least until then."""
-    stored = [0] * ranks
-    found = []
-    for buffer in buffers:
-        for parameter, pieces in pieces_of(buffer, ranks).items():
-            storer = min(pieces, key=lambda piece: (stored[piece.rank], piece.start - piece.end)).rank
-            stored[storer] += parameter.numel()
-            found.append(Shared(parameter, pieces, storer))
-    return found
+    """The parameters of buffers in Megatron's order. The largest are given away first, each to the holder that stores
+    the least until then."""
+    found = [of_one for buffer in buffers for of_one in pieces_of(buffer, ranks).items()]
+    stored, storers = [0] * ranks, [0] * len(found)
+    for number in sorted(range(len(found)), key=lambda number: -found[number][0].numel()):
+        parameter, pieces = found[number]
+        storers[number] = min(pieces, key=lambda piece: (stored[piece.rank], piece.start - piece.end)).rank
+        stored[storers[number]] += parameter.numel()
+    return [Shared(*of_one, storer) for of_one, storer in zip(found, storers, strict=True)]
 
 
 def sharded_by_storers(
@@ -82,21 +85,22 @@ def sharded_by_storers(
     group = self.data_parallel_group
     bases, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     stored_as = {base.data: base for base in nested_values(bases)}
+    everything = shared_out(self.buffers, group.size())
+    missing = next((shared.parameter for shared in everything if shared.parameter not in stored_as), None)
+    if missing is not None:
+        raise ValueError(
+            f"a trained parameter of shape {tuple(missing.shape)} is not in what the model stores of itself: the "
+            "sharded_state_dict of its module leaves it out"
+        )
     if not is_loading:
         _connect(group)
     state: dict[int, dict[str, Any]] = {}
-    for number, shared in enumerate(shared_out(self.buffers, group.size())):
-        values = _empty(self, shared) if is_loading else _collected(self, shared)
-        if not values:
-            continue
-        if (base := stored_as.get(shared.parameter)) is None:
-            raise ValueError(
-                f"a trained parameter of shape {tuple(shared.parameter.shape)} is not in what the model stores of "
-                "itself: the sharded_state_dict of its module leaves it out"
-            )
-        # Replica 0 counts, and there is no other one but of further instances of the optimizer.
-        replica = (*base.replica_id[:-1], self.distributed_optimizer_instance_id)
-        state[number] = {key: _stored(base, key, value, replica) for key, value in values.items()}
+    for number, shared in enumerate(everything):
+        if values := _empty(self, shared) if is_loading else _collected(self, shared):
+            base = stored_as[shared.parameter]
+            # Replica 0 counts, and there is no other one but of further instances of the optimizer.
+            replica = (*base.replica_id[:-1], self.distributed_optimizer_instance_id)
+            state[number] = {key: _stored(base, key, value, replica) for key, value in values.items()}
     # An empty dictionary would be something that ranks have in common, and differ in.
     return state or LocalNonpersistentObject({})
 
@@ -109,19 +113,19 @@ def load_from_storers(self: Any, state_dict: Mapping[int, Mapping[str, Tensor]])
     rank = group.rank()
     _connect(group)
     for number, shared in enumerate(shared_out(self.buffers, group.size())):
-        values: Sequence[Tensor] = []
+        own, values = shared.of(rank), dict[str, Tensor]()
         if rank == shared.storer:
-            whole = [state_dict[number][key].flatten() for key in keys]
             for piece in shared.pieces:
-                part = [value[piece.start : piece.end] for value in whole]
+                parts = {key: state_dict[number][key].flatten()[piece.start : piece.end] for key in keys}
                 if piece.rank == rank:
-                    values = part
+                    values = parts
                 else:
-                    _pass(dist.isend, torch.stack(part).to(shared.parameter.device), piece.rank, group)
-        elif (piece_here := shared.of(rank)) is not None:
-            values = _received(shared, piece_here, len(keys), shared.storer, group)
+                    _send(parts.values(), piece.rank, shared.parameter.device, group)
+        elif own is not None:
+            values = {key: torch.empty(own.end - own.start, device=shared.parameter.device) for key in keys}
+            _receive(values.values(), shared.storer, shared.parameter.device, group)
         if values:
-            self._set_main_param_and_optimizer_states(shared.parameter, dict(zip(keys, values, strict=True)))
+            self._set_main_param_and_optimizer_states(shared.parameter, values)
 
 
 def _keys(optimizer: Any) -> tuple[str, ...]:
@@ -135,35 +139,48 @@ def _empty(optimizer: Any, shared: Shared) -> dict[str, Tensor]:
 
 
 def _collected(optimizer: Any, shared: Shared) -> dict[str, Tensor]:
-    """The state of a whole parameter, flat, on the rank that stores it; nothing on others.
+    """The state of a whole parameter, flat and in host memory, on the rank that stores it; nothing on others.
 
-    Of a parameter that is whole on a rank it is the live state, which changes in the next step, and no copy.
+    Of a parameter that is whole on a rank without a GPU it is the live state, which changes in the next step, and no
+    copy.
     """
-    group, keys = optimizer.data_parallel_group, _keys(optimizer)
+    group, keys, where = optimizer.data_parallel_group, _keys(optimizer), shared.parameter.device
     rank, own = group.rank(), shared.of(group.rank())
-    parts: list[Tensor] = []
+    parts: dict[str, Tensor] = {}
     if own is not None:
         state = optimizer._get_main_param_and_optimizer_states(shared.parameter)
-        parts = [state[key].detach().float().flatten() for key in keys]
+        parts = {key: state[key].detach().flatten() for key in keys}
     if rank != shared.storer:
-        if parts:
-            _pass(dist.isend, torch.stack(parts).to(shared.parameter.device), shared.storer, group)
+        _send(parts.values(), shared.storer, where, group)
         return {}
     if len(shared.pieces) == 1:
-        return dict(zip(keys, parts, strict=True))
+        # Not by Megatron's writer: that takes pinned memory, a power of two for each tensor, which torch keeps.
+        return {key: part.to("cpu", torch.float32) for key, part in parts.items()}
     whole = {key: torch.empty(shared.parameter.numel()) for key in keys}
     for piece in shared.pieces:
-        values = parts if piece.rank == rank else _received(shared, piece, len(keys), piece.rank, group)
-        for key, value in zip(keys, values, strict=True):
-            whole[key][piece.start : piece.end] = value
+        of_piece = {key: values[piece.start : piece.end] for key, values in whole.items()}
+        if piece.rank != rank:
+            _receive(of_piece.values(), piece.rank, where, group)
+            continue
+        for key, values in of_piece.items():
+            values.copy_(parts[key])
     return whole
 
 
-def _received(shared: Shared, piece: Piece, kinds: int, sender: int, group: dist.ProcessGroup) -> Sequence[Tensor]:
-    """Of so many kinds of state those of a piece."""
-    values = torch.empty(kinds, piece.end - piece.start, device=shared.parameter.device)
-    _pass(dist.irecv, values, sender, group)
-    return values.unbind()
+def _send(parts: Iterable[Tensor], receiver: int, where: torch.device, group: dist.ProcessGroup) -> None:
+    """By way of a device, in chunks, which have to fit into it beside all else."""
+    for part in parts:
+        for chunk in part.split(_CHUNK):
+            _pass(dist.isend, chunk.to(where, torch.float32), receiver, group)
+
+
+def _receive(parts: Iterable[Tensor], sender: int, where: torch.device, group: dist.ProcessGroup) -> None:
+    """What `_send` sends, into float32 tensors of the same sizes, on the device or in host memory."""
+    for part in parts:
+        for chunk in part.split(_CHUNK):
+            received = torch.empty_like(chunk, device=where)
+            _pass(dist.irecv, received, sender, group)
+            chunk.copy_(received)
 
 
 def _connect(group: dist.ProcessGroup) -> None:
