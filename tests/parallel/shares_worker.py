@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,11 @@ def round_trip(learner: Any, parts: list[Any], directory: str) -> None:
     if dist.get_rank() == 0:
         Path(directory).mkdir()
     dist.barrier()
-    with LogCapture() as log:
-        save_state(directory, learner.model_chunks, learner._optimizer, learner._scheduler)
-    assert not [line for line in log.lines if "differs" in line], log.lines
+    logging.getLogger().addHandler(log := BufferingHandler(capacity=10_000))
+    save_state(directory, learner.model_chunks, learner._optimizer, learner._scheduler)
+    logging.getLogger().removeHandler(log)
+    lines = [record.getMessage() for record in log.buffer]
+    assert not [line for line in lines if "differs" in line], lines
     before = [held_by(part) for part in parts]
     for part in parts:
         for state in part.optimizer.state.values():
@@ -100,24 +103,6 @@ def round_trip(learner: Any, parts: list[Any], directory: str) -> None:
         for (*place, values), (*place_now, now) in zip(held, again, strict=True):
             assert place == place_now
             assert all(torch.equal(now[key], values[key]) for key in KEYS)
-
-
-class LogCapture(logging.Handler):
-    """Within it, what is logged by anyone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def __enter__(self) -> LogCapture:
-        logging.getLogger().addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger().removeHandler(self)
 
 
 def main() -> None:

@@ -84,11 +84,9 @@ class Node:
 
 @dataclass(frozen=True)
 class _Rank:
-    """One model on one training rank, in the mean over pipeline stages: elements, but for experts and of these; and
-    bytes of optimizer state."""
+    """One model on one training rank, in the mean over pipeline stages: elements, and bytes of optimizer state."""
 
-    dense: float
-    experts: float
+    elements: float
     state: float
 
 
@@ -180,8 +178,8 @@ def _bytes_of_token(args: Namespace) -> int:
 def _trainers(args: Namespace, count: int, on_gpus: bool) -> Iterator[Share]:
     yield Share(f"{count} training rank{'s' * (count > 1)} without a model", count * (_TRAINER + on_gpus * _CUDA))
     rank, models = _rank(args), 1 + args.use_critic
-    weights = (rank.dense + rank.experts) * weight_bytes(args)
-    gradients = 0 if args.lora_rank else (rank.dense + rank.experts) * _GRADIENT
+    weights = rank.elements * weight_bytes(args)
+    gradients = 0 if args.lora_rank else rank.elements * _GRADIENT
     offloads = args.offload_train if args.offload_train is not None else on_gpus and args.placement == "colocate"
     in_host = args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0
     of_all = count * models
@@ -232,16 +230,14 @@ def _weight_sets(args: Namespace) -> dict[str, int]:
 
 def _rank(args: Namespace) -> _Rank:
     """Of the actor; a critic has as much, but for its head."""
-    elements = {"layers": 0.0, "vocabulary": 0.0, "experts": 0.0}
+    elements = 0.0
     for matrix in _matrices(args):
         is_expert = matrix.part == "experts"
         cut = args.expert_tensor_parallel_size if is_expert else args.tensor_model_parallel_size
         ranks = args.pipeline_model_parallel_size * (args.expert_model_parallel_size if is_expert else 1)
-        own = -(-matrix.size // cut)
-        elements[matrix.part] += matrix.count / ranks * own
-    held = _elements(args) / args.world_size if args.use_distributed_optimizer else sum(elements.values())
-    state = 0.0 if args.lora_rank else held * (_main_bytes(args) + moment_bytes(args))
-    return _Rank(elements["layers"] + elements["vocabulary"], elements["experts"], state)
+        elements += matrix.count / ranks * -(-matrix.size // cut)
+    held = _elements(args) / args.world_size if args.use_distributed_optimizer else elements
+    return _Rank(elements, 0.0 if args.lora_rank else held * (_main_bytes(args) + moment_bytes(args)))
 
 
 def _main_bytes(args: Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ class SleepingTensors:
         self._asleep = []
 
     def _make_room(self) -> None:
-        size = sum(aligned(nbytes) for _, nbytes in self._asleep)
+        *_, size = places(nbytes for _, nbytes in self._asleep)
         if self._host.numel() < size:
             # Gone before there is more, as together they might not fit, and not while values still come from it.
             device.synchronize()
@@ -82,11 +83,10 @@ class SleepingTensors:
 
     def _copy(self, copy: Callable[[Tensor, Tensor], Tensor]) -> None:
         """``copy(host, own)`` for each storage, as bytes."""
-        start = 0
-        for storage, nbytes in self._asleep:
+        starts = places(nbytes for _, nbytes in self._asleep)
+        for (storage, nbytes), start in zip(self._asleep, starts, strict=False):
             own = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             copy(self._host[start : start + nbytes], own)
-            start += aligned(nbytes)
 
 
 def _divided(
@@ -102,6 +102,6 @@ def _divided(
     return staying, [storage for storage in storages if storage._cdata not in kept]
 
 
-def aligned(nbytes: int) -> int:
-    """Bytes from one tensor to the next in a buffer of several."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+def places(sizes: Iterable[int]) -> list[int]:
+    """Where each of so many bytes begins in a buffer of them all, and last where that ends."""
+    return list(accumulate((-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in sizes), initial=0))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, chain
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from slime.training.memory.sleep import aligned
+from slime.training.memory.sleep import places
 from slime.utils import device
 
 CURRENT = "current"
@@ -99,10 +99,9 @@ class WeightSets:
 
 def _room_for(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Host memory for copies of them, in one piece: torch's own pinned memory takes a power of two for each."""
-    sizes = [aligned(tensor.nbytes) for tensor in tensors]
-    room = device.pinned(max(sum(sizes), 1))
-    starts = accumulate(sizes, initial=0)
+    *starts, size = places(tensor.nbytes for tensor in tensors)
+    room = device.pinned(max(size, 1))
     return [
         room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for start, tensor in zip(starts, tensors, strict=False)
+        for start, tensor in zip(starts, tensors, strict=True)
     ]
