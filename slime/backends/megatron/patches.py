@@ -145,7 +145,7 @@ def add_gradients_by_torch() -> None:
     layers.get_dummy_wgrad = stand_in
 
 
-def make_gradients_of_swiglu_by_torch() -> None:
+def make_swiglu_gradients_by_torch() -> None:
     """Has the gradient of SwiGLU made by torch's of SiLU: half the time of Megatron's formula, which nothing compiles
     there."""
     from megatron.core.fusions import fused_bias_swiglu
@@ -161,6 +161,27 @@ def swiglu_grad(grad: Tensor, y: Tensor) -> Tensor:
     torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
     torch.mul(grad, torch.nn.functional.silu(gate), out=of_up)
     return y_grad
+
+
+def make_swiglu_gradients_by_a_kernel() -> None:
+    """Has the gradient of SwiGLU, weighted or not, made by a kernel that reads and writes everything once; torch's
+    compiler reads it twice."""
+    from megatron.core.fusions import fused_bias_swiglu as fusions
+
+    from slime.backends.megatron.layers.gpu_kernels import swiglu_grad
+
+    def saved(ctx: Any) -> list[Tensor]:
+        y, *weights = ctx.saved_tensors
+        return [y.to(ctx.ori_input_dtype) if ctx.fp8_input_store else y, *weights]
+
+    def plain(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return swiglu_grad(grad, *saved(ctx))[0], None, None
+
+    def weighted(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *swiglu_grad(grad, *saved(ctx)), None
+
+    fusions.SwiGLUFunction.backward = staticmethod(plain)
+    fusions.WeightedSwiGLUFunction.backward = staticmethod(weighted)
 
 
 def collect_results_in_this_process() -> None:
@@ -259,7 +280,14 @@ FIXES: tuple[Patch[RankFacts], ...] = (
     ),
     _megatron("order_of_experts", "Megatron's permutation has one order.", fix_order_of_experts),
     _megatron("gradient_products", "Megatron adds them by torch.", add_gradients_by_torch),
-    _on_cpu("swiglu_gradient", "Megatron's is torch's.", make_gradients_of_swiglu_by_torch),
+    _on_cpu("swiglu_gradient_on_cpus", "Megatron's is torch's.", make_swiglu_gradients_by_torch),
+    _megatron(
+        "swiglu_gradient",
+        "Megatron's takes as long.",
+        make_swiglu_gradients_by_a_kernel,
+        _RANK + ", on hosts with CUDA",
+        lambda rank: rank.cuda,
+    ),
 )
 
 EACH_SAVE: tuple[Patch[RankFacts], ...] = (

@@ -1,7 +1,7 @@
 """Rotary position embedding of packed sequences, in the place of Megatron's.
 
 Megatron puts together every layer's angles anew, sequence by sequence, and rotates in a dozen passes over queries and
-keys. Here the angles of a micro-batch are worked out once, and on a GPU one compiled kernel rotates, in float32.
+keys. Here the angles of a micro-batch are worked out once, and on a GPU one kernel rotates, in float32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Rotary:
         self.frequencies, self.scale = _yarn(args) if yarn else (_plain(args), 1.0)
         self.interleaved: bool = args.rotary_interleaved or args.multi_latent_attention
         self.fused = fused
-        """Whether rotating is one compiled kernel, which may round less often than torch does, where there is a GPU."""
+        """Whether rotating is one kernel, which may round less often than torch does, where there is a GPU."""
         self._angles: weakref.WeakKeyDictionary[AttentionPlan, tuple[Tensor, Tensor]] = weakref.WeakKeyDictionary()
 
     def angles(self, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
@@ -86,27 +86,34 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, fused: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return (device.fused(_rotated) if fused else _rotated)(x, cos, sin, interleaved)
+        return _turned(x, cos, sin, interleaved) if fused else _rotated(x, cos, sin, interleaved)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return device.fused(_rotated)(grad, cos, -sin, ctx.interleaved), None, None, None, None
+        return _turned(grad, cos, sin, ctx.interleaved, back=True), None, None, None, None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, fused: bool = True) -> Tensor:
     """Rotate pairs of channels of [tokens, heads, channels]: number i of the first half with number i of the second,
     or, interleaved, number 2i with number 2i + 1.
 
-    Channels beyond two for each angle stay as they are. ``fused``: by a kernel compiled for it, where there is a GPU.
+    Channels beyond two for each angle stay as they are. ``fused``: by a kernel of its own, where there is a GPU.
     """
     return cast(Tensor, _Rotate.apply(x, cos, sin, interleaved, fused))
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, back: bool = False) -> Tensor:
+    if device.is_cuda():
+        from slime.backends.megatron.layers import gpu_kernels
+
+        return gpu_kernels.rotated(x, cos, sin, interleaved, back=back)
+    return _rotated(x, cos, -sin if back else sin, interleaved)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     pairs = cos.size(-1)
     turned, rest = x.split((2 * pairs, x.size(-1) - 2 * pairs), dim=-1)
-    # Both members by one expression: one of two that are put together would be computed for every channel.
     shape, member = ((pairs, 2), -1) if interleaved else ((2, pairs), -2)
     members = turned.unflatten(-1, shape).to(cos.dtype)
     signs = torch.stack([-sin, sin], dim=member)
