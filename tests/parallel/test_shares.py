@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.parallel import tiny
+from tests.parallel.cases import VARIANTS
 from tests.parallel.conftest import run_worker
 
 NUM_GPUS = 0
@@ -17,6 +18,7 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 """With which gradients are in buckets, each of which all ranks have a share of."""
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "dp2": (2, "qwen2", {}),
+    "dp2_offload": (2, "qwen2", VARIANTS["offload"]),  # whose state is pinned, where there are GPUs
     "dp4": (4, "qwen3", {}),
     "dp4_buckets": (4, "qwen3", OVERLAP | {"ddp_bucket_size": 5001}),
     "tp2_dp2": (4, "qwen2", TP2),
