@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -63,7 +64,19 @@ def test_the_rollout_path_is_measured_by_an_engine_of_a_fleet(tmp_path: Path, mo
     args = parse_args([*words, "--debug-rollout-only", "--rollout-num-gpus", "1"])
     command = rollout.engine_of(args, tmp_path)._command(1234, 1235)
     assert command[command.index("--model-path") + 1] == str(tmp_path / "mine")
-    assert command[command.index("--attention-backend") + 1] == "triton"
+    assert command[command.index("--grammar-backend") + 1] == "none"
+
+
+def test_engines_choose_their_attention_where_its_kernels_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sgl_kernel").mkdir()
+    (tmp_path / "sgl_kernel/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "sgl_kernel", raising=False)
+    assert loop.engine_attention() == ["--sglang-attention-backend", "triton"]
+    (tmp_path / "sgl_kernel/flash_ops.abi3.so").touch()
+    assert loop.engine_attention() == []
 
 
 @pytest.mark.parametrize(
@@ -151,3 +164,17 @@ def test_the_floor_of_generation_is_what_its_memory_takes(tmp_path: Path) -> Non
     found = generation_floor(tmp_path / "mine", "NVIDIA H200", 256, 14, 512)
     assert found == pytest.approx((512 * weights + cache) / 4.8e12, rel=1e-4)
     assert generation_floor(tmp_path / "mine", "NVIDIA H100 PCIe", 256, 14, 512) is None
+
+
+def test_what_a_gpu_waits_is_told_by_what_comes_after() -> None:
+    lines = train.idle(
+        [(5000.0, 9000.0, "late"), (0.0, 1000.0, "first"), (500.0, 900.0, "within"), (1005.0, 3000.0, "b")]
+    )
+    assert lines[0] == "idle 2.0 ms of 9.0, 2 gaps between 4 kernels and copies"
+    assert lines[1:5] == [
+        "  above 1000 us: 1 gaps, 2.0 ms",
+        "  above 100 us: 0 gaps, 0.0 ms",
+        "  above 10 us: 0 gaps, 0.0 ms",
+        "  above 0 us: 1 gaps, 0.0 ms",
+    ]
+    assert lines[5:] == ["  2.00 ms at 5.0 ms, before late", "  0.01 ms at 1.0 ms, before b"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -79,10 +80,20 @@ def arguments(
     words += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"]
     words += ["--advantage-estimator", "grpo", "--lr", "1e-6", "--bf16"]
     words += ["--update-weight-buffer-size", str(2**31)]
-    words += ["--sglang-attention-backend", "triton", "--sglang-sampling-backend", "pytorch"]
+    words += [*engine_attention(), "--sglang-sampling-backend", "pytorch"]
     words += ["--sglang-grammar-backend", "none", "--sglang-disable-prefill-cuda-graph"]
     words += ["--sglang-cuda-graph-bs-decode", *map(str, GRAPH_SIZES), "--sglang-mem-fraction-static", "0.7"]
     return words + gpus + options.flags
+
+
+def engine_attention() -> list[str]:
+    """Flags of the engine's attention: none, as it has a default, but where the installed sgl_kernel was packed without
+    FlashAttention 3, which is the default of Hopper."""
+    found = importlib.util.find_spec("sgl_kernel")  # which a host without GPUs need not have
+    places = found.submodule_search_locations or [] if found else []
+    if any(path for place in places for path in Path(place).glob("flash_ops*")):
+        return []
+    return ["--sglang-attention-backend", "triton"]
 
 
 def run(options: argparse.Namespace, name: str, words: list[str], script: str = "train.py") -> list[dict[str, Any]]:

@@ -6,7 +6,9 @@ Run by ``tools/bench.py train``, one process a rank; rank 0 writes a JSON object
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import random
 import subprocess
@@ -25,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _SLACK = 64
 """Tokens of a micro-batch that stay free, so that packing finds as few as are meant."""
 _SIZES = ("tokens", "micro_batches", "shortest", "longest", "steps")
+_LONGEST_GAPS = 12
 PEAK_FLOPS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 """Dense bf16 per second, by the GPU's name; PCIe and NVL cards have other names, and do less."""
 MFU_FORMULA = "3 x forward FLOPs (projections, MLP or chosen experts, LM head, causal attention) / (989e12 x GPUs x s)"
@@ -191,7 +194,8 @@ def sleep_and_wake(trainer: Any) -> dict[str, Any]:
 
 
 def profile(step: Any, rank: int) -> None:
-    """Print the longest kernels of a step on rank 0."""
+    """Print the longest kernels of a step on rank 0, and how long its GPU waited."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
@@ -200,6 +204,31 @@ def profile(step: Any, rank: int) -> None:
     if rank == 0:
         averages = recorded.key_averages()
         print(averages.table(sort_by="self_cuda_time_total", row_limit=32, max_name_column_width=70)[:9000])
+        on_gpu = (event for event in recorded.events() if event.device_type == DeviceType.CUDA)
+        ran = [event for event in on_gpu if not event.is_user_annotation]
+        print("\n".join(idle([(event.time_range.start, event.time_range.end, event.name) for event in ran])))
+
+
+def idle(ran: list[tuple[float, float, str]]) -> list[str]:
+    """In words, how long a GPU had nothing to do from its first work to its last, and before what it waited longest.
+
+    Args:
+        ran: start and end in microseconds, and name, of each kernel and copy.
+    """
+    ran = sorted(ran)
+    until, gaps = ran[0][0], list[tuple[float, float, str]]()
+    for start, end, name in ran:
+        if start > until:
+            gaps.append((start - until, start - ran[0][0], name))
+        until = max(until, end)
+    whole, lost = until - ran[0][0], sum(length for length, _, _ in gaps)
+    lines = [f"idle {lost / 1e3:.1f} ms of {whole / 1e3:.1f}, {len(gaps)} gaps between {len(ran)} kernels and copies"]
+    for most, least in itertools.pairwise([math.inf, 1000.0, 100.0, 10.0, 0.0]):
+        some = [length for length, _, _ in gaps if least < length <= most]
+        lines.append(f"  above {least:.0f} us: {len(some)} gaps, {sum(some) / 1e3:.1f} ms")
+    for length, at, name in sorted(gaps, reverse=True)[:_LONGEST_GAPS]:
+        lines.append(f"  {length / 1e3:.2f} ms at {at / 1e3:.1f} ms, before {name[:80]}")
+    return lines
 
 
 if __name__ == "__main__":
