@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from slime.backends.megatron.weights.checkpoint import unpin_mixed
 from slime.backends.megatron.weights.optimizer_shares import Piece, pieces_of, shared_out
 
 NUM_GPUS = 0
@@ -67,3 +69,21 @@ def test_each_rank_stores_about_its_share(ranks: int, in_buckets: bool) -> None:
         stored[shared.storer] += shared.parameter.numel()
     assert sum(stored) == sum(sizes)
     assert max(stored) <= 1.05 * sum(sizes) / ranks + (0 if in_buckets else max(sizes))
+
+
+def test_layers_that_are_stored_as_one_tensor_are_pinned_together_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned = [torch.tensor([1.0]), torch.tensor([2.0])]
+    pageable = torch.tensor([3.0])
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: any(self is one for one in pinned))
+    layers = [
+        ShardedTensor.from_rank_offsets("layers", data, (0, number, 2), prepend_axis_num=1)
+        for number, data in enumerate((pinned[0], pageable))
+    ]
+    alone = ShardedTensor.from_rank_offsets("alone", pinned[1])
+    unpin_mixed({"optimizer": {0: layers[0], 1: layers[1], 2: alone}})
+    assert not any(stored.data.is_pinned() for stored in layers)
+    assert [float(stored.data) for stored in layers] == [1.0, 3.0]
+    assert layers[1].data is pageable
+    assert alone.data is pinned[1]

@@ -12,10 +12,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extract_nonpersistent, extract_sharded_base
+from megatron.core.dist_checkpointing.utils import (
+    add_prefix_for_sharding,
+    extract_nonpersistent,
+    extract_sharded_base,
+    extract_sharded_tensors_and_factories,
+)
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -76,9 +82,23 @@ def _save(state: dict[str, Any], directory: str) -> None:
     """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group)
+    unpin_mixed(state)
     dist_checkpointing.save(state, directory, strategy)
     if dist.get_rank() == 0 and not Path(directory, COMMON).exists():
         torch.save(dist_checkpointing.load_common_state_dict(directory), Path(directory, COMMON))
+
+
+def unpin_mixed(state: dict[str, Any]) -> None:
+    """Have what is stored as one tensor, such as a matrix of all layers, in pinned memory as a whole or not at all, as
+    torch wants it: of an optimizer in host memory (``--optimizer-cpu-offload``) some layers may be on the device, or be
+    put together of several ranks' parts."""
+    by_key: dict[str, list[Any]] = {}
+    for stored in nested_values(extract_sharded_tensors_and_factories(state)[0]):
+        by_key.setdefault(stored.key, []).append(stored)
+    for alike in by_key.values():
+        pinned = [stored for stored in alike if stored.data.is_pinned()]
+        for stored in pinned if len(pinned) < len(alike) else ():
+            stored.data = torch.empty_like(stored.data, pin_memory=False).copy_(stored.data)
 
 
 def load_weights(directory: Path, model_chunks: Sequence[Any]) -> None:

@@ -154,7 +154,8 @@ def _collected(optimizer: Any, shared: Shared) -> dict[str, Tensor]:
         _send(parts.values(), shared.storer, where, group)
         return {}
     if len(shared.pieces) == 1:
-        return {key: _in_host_memory(part) for key, part in parts.items()}
+        # Not by Megatron's writer: that takes pinned memory, a power of two for each tensor, which torch keeps.
+        return {key: part.to("cpu", torch.float32) for key, part in parts.items()}
     whole = {key: torch.empty(shared.parameter.numel()) for key in keys}
     for piece in shared.pieces:
         of_piece = {key: values[piece.start : piece.end] for key, values in whole.items()}
@@ -164,14 +165,6 @@ def _collected(optimizer: Any, shared: Shared) -> dict[str, Tensor]:
         for key, values in of_piece.items():
             values.copy_(parts[key])
     return whole
-
-
-def _in_host_memory(values: Tensor) -> Tensor:
-    """In float32, and not pinned: layers that are stored as one tensor have to be alike in that, and of a layer that a cut
-    divides the whole is not. Nor by Megatron's writer: that takes pinned memory, a power of two for each tensor, which
-    torch keeps."""
-    host = values.to("cpu", torch.float32)
-    return torch.empty_like(host, pin_memory=False).copy_(host) if host.is_pinned() else host
 
 
 def _send(parts: Iterable[Tensor], receiver: int, where: torch.device, group: dist.ProcessGroup) -> None:
