@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What the GPUs of this host allow of tests/gpu, and the layouts of tests/parallel over NCCL: first the cases of one
-# GPU, each GPU with a case of its own, then those of several, two at a time. A table ends each half.
+# What the GPUs of this host allow of tests/gpu, and the layouts and checkpoints of tests/parallel over NCCL: first the
+# cases of one GPU, each GPU with a case of its own, then those of several, two at a time. A table ends each half.
 #
 #   bash scripts/test-gpu.sh            # in the environment that scripts/install.sh cuda made
 #   bash scripts/test-gpu.sh --full     # every case, not one per mechanism
@@ -64,11 +64,11 @@ if [ -n "$share" ]; then
     export SLIME_TEST_SHARE=$share PYTHONPATH="$PWD/tests/gpu/shared${PYTHONPATH:+:$PYTHONPATH}"
     export NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1 # processes are hosts of their own to NCCL
     export SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS=1 SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK=0
-    cases 1 "gpus or not gpu" tests/gpu tests/parallel/test_rl_layouts.py "$@"
+    cases 1 "gpus or not gpu" tests/gpu tests/parallel/test_{rl_layouts,shares}.py "$@"
 else
     # Chunks of one: cases take from a second to minutes.
     SLIME_TEST_GPUS=$gpus cases "$(wc -w <<<"$gpus")" "not gpus" --maxschedchunk 1 tests/gpu "$@"
-    cases 2 "gpus or not gpu" --dist loadfile tests/gpu tests/parallel/test_rl_layouts.py "$@"
+    cases 2 "gpus or not gpu" --dist loadfile tests/gpu tests/parallel/test_{rl_layouts,shares}.py "$@"
 fi
 "$ran" || exit "$NO_TESTS"
 ! "$failed"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from slime.utils import device
 from tests.parallel import tiny
 from tests.parallel.cases import VARIANTS
 from tests.parallel.conftest import run_worker
@@ -30,7 +31,10 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "dp2" else pytest.mark.full) for n in LAYOUTS])
+FIRST = {"dp2", "dp2_offload"} if device.is_cuda() else {"dp2"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FIRST else pytest.mark.full) for n in LAYOUTS])
 def test_each_parameter_is_stored_once_and_comes_back(name: str, tmp_path: Path) -> None:
     ranks, model, layout = LAYOUTS[name]
     directory = tmp_path / model
