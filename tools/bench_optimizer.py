@@ -47,7 +47,12 @@ from tools.benchmarks.report import make_model  # noqa: E402
 from tools.make_tiny_model import PUBLISHED  # noqa: E402
 
 OFFLOAD = ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
-CASES = {"resident": [], "offload": OFFLOAD, "offload, overlap": [*OFFLOAD, "--overlap-cpu-optimizer-d2h-h2d"]}
+CASES = {
+    "resident": [],
+    "offload": OFFLOAD,
+    "offload, overlap": [*OFFLOAD, "--overlap-cpu-optimizer-d2h-h2d"],
+    "offload of nine tenths": [*OFFLOAD, "--optimizer-offload-fraction", "0.9"],
+}
 UNTIMED = 2
 """Steps before those whose times count."""
 

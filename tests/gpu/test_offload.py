@@ -11,17 +11,19 @@ from tests.gpu.test_loop import Record
 
 NUM_GPUS = 1
 ROOT = Path(__file__).parents[2]
-_SAVED = 8.0
-"""Bytes a parameter that the flag is to save at least; 12 less what is rounded up to the allocator's blocks."""
+_SAVED = 7.0
+"""Bytes a parameter that the flag is to save at least: of 12, or of nine tenths of them, less what is rounded up to the
+allocator's blocks."""
 
 
 def test_steps_are_those_of_the_resident_optimizer_in_less_memory(record_property: Record) -> None:
-    """Of a model whose embedding takes several chunks, also from a checkpoint of the resident optimizer."""
+    """Of a model whose embedding takes several chunks, also from a checkpoint of the resident optimizer; and where some
+    of the layers, which are stored as one tensor, are in host memory, others not."""
     words = ["--model", "qwen3-0.6b", "--num-layers", "2", "--steps", "6", "--json"]
     command = [sys.executable, "-m", "tools.bench_optimizer", *words]
     printed = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=600).stdout
     resident, *moved = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-    assert len(moved) == 2
+    assert len(moved) == 3
     for case in (resident, *moved):
         assert case["difference"] == case["difference_resumed"] == 0.0
     for case in moved:

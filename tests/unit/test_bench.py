@@ -177,4 +177,5 @@ def test_what_a_gpu_waits_is_told_by_what_comes_after() -> None:
         "  above 10 us: 0 gaps, 0.0 ms",
         "  above 0 us: 1 gaps, 0.0 ms",
     ]
+    assert train.idle([]) == ["idle: the profiler recorded no kernel"]
     assert lines[5:] == ["  2.00 ms at 5.0 ms, before late", "  0.01 ms at 1.0 ms, before b"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 import subprocess
@@ -125,3 +126,25 @@ def test_operators_that_torchvision_declares_itself_are_not_declared_again(
     stand_ins.declare_torchvision_operators()
     assert loaded == [str(extension)]
     assert declared == ([] if loads else ["nms", "qnms"])
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "is_worth"),
+    [
+        ("/generate", 200, False),
+        ("/health?x=1", 200, False),
+        ("/generate", 400, True),
+        ("/health", 503, True),
+        ("/health_generate", 200, True),
+        ("/flush_cache", 200, True),
+    ],
+)
+def test_the_log_has_no_line_of_each_answer(path: str, status: int, is_worth: bool) -> None:
+    line = ("127.0.0.1:5000", "POST", path, "1.1", status)
+    record = logging.LogRecord("uvicorn.access", logging.INFO, "", 0, '%s - "%s %s HTTP/%s" %d', line, None)
+    assert fixes.is_worth_a_line(record) == is_worth
+
+
+def test_a_line_of_another_kind_stays() -> None:
+    record = logging.LogRecord("uvicorn.access", logging.INFO, "", 0, "redacted", None, None)
+    assert fixes.is_worth_a_line(record)

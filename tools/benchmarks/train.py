@@ -215,6 +215,8 @@ def idle(ran: list[tuple[float, float, str]]) -> list[str]:
     Args:
         ran: start and end in microseconds, and name, of each kernel and copy.
     """
+    if not ran:
+        return ["idle: the profiler recorded no kernel"]
     ran = sorted(ran)
     until, gaps = ran[0][0], list[tuple[float, float, str]]()
     for start, end, name in ran:

@@ -205,8 +205,6 @@ class Engine(Server):
             *("--dtype", args.params_dtype),
             *("--random-seed", str(args.seed + self._rank)),
             "--skip-server-warmup",
-            # Thousands of lines a rollout that say nothing but that there was an answer.
-            *("--uvicorn-access-log-exclude-prefixes", "/generate", "/health"),
         ]
         if self._cuda_devices is None:
             flags += _CPU_FLAGS

@@ -6,6 +6,7 @@ SGLang is imported when they are called.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -27,7 +28,18 @@ FLOAT32_ROUTERS = {"glm4_moe": "Glm4MoeGate", "glm4_moe_lite": "Glm4MoeLiteGate"
 _NEAR = 16
 """Items of a list that are sooner passed than the list is turned."""
 _CHILD_POLL_S = 0.2
+_OFTEN_ASKED = ("/generate", "/health")
+_OK = 200
 _COPY = "serve a copy in bfloat16, which tools/convert_fp8_to_bf16.py makes"
+
+
+def is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Whether uvicorn's log is to have a request: not those of which there are thousands a rollout, and that were
+    answered as they should be."""
+    match record.args:
+        case (_, _, str(path), _, int(status)):
+            return status != _OK or path.partition("?")[0] not in _OFTEN_ASKED
+    return True
 
 
 def strike_keys_from_answers() -> None:

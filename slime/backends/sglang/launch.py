@@ -21,7 +21,7 @@ import sys
 from typing import Any
 
 from slime.backends.sglang import patches
-from slime.backends.sglang.fixes import refuse_other_layouts
+from slime.backends.sglang.fixes import is_worth_a_line, refuse_other_layouts
 from slime.processes.server_process import (
     ADMIN_KEY_VARIABLE,
     FLOAT8_VARIABLE,
@@ -32,6 +32,9 @@ from slime.processes.server_process import (
 )
 from slime.utils import patching
 from slime.utils.http_utils import redact
+
+_ACCESS_LOG_FLAG = "--uvicorn-access-log-exclude-prefixes"
+"""Whoever passes it says by it which requests the log is to have."""
 
 
 def _strike_keys_from_log() -> None:
@@ -80,6 +83,8 @@ def main() -> None:
     for flag, variable in (("--api-key", GENERATE_KEY_VARIABLE), ("--admin-api-key", ADMIN_KEY_VARIABLE)):
         if variable in os.environ:
             flags += [flag, os.environ[variable]]
+    if _ACCESS_LOG_FLAG not in flags:
+        logging.getLogger("uvicorn.access").addFilter(is_worth_a_line)
     server_args = prepare_server_args(flags)
     if FLOAT8_VARIABLE in os.environ:
         refuse_other_layouts(server_args)

@@ -60,11 +60,11 @@ def swiglu_grad(grad: Tensor, y: Tensor, weights: Tensor | None = None) -> tuple
         weights: [..., 1], a number for each row.
     """
     grad, y = grad.contiguous(), y.contiguous()
+    weights = None if weights is None else weights.contiguous()
     y_grad = torch.empty_like(y)
     weights_grad = None if weights is None else torch.empty_like(weights)
     rows = grad.numel() // grad.size(-1)
     if rows:
-        weights = None if weights is None else weights.contiguous()
         _swiglu_grad[(rows,)](
             grad, y, weights, y_grad, weights_grad, grad.size(-1), weighted=weights is not None, WIDTH=_WIDTH
         )

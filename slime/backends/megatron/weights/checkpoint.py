@@ -159,6 +159,7 @@ def load_state(
         state["rng_state"] = _sharded_rng_state()
     else:
         logger.warning(f"{directory} has {saved['layout']}, this run {_layout()}: its random state is not restored")
+    unpin_mixed(state)
     loaded = dist_checkpointing.load(state, str(directory))
     _put_model(loaded, model_chunks)
     for part, of_torch in _states_of_torch(optimizer, loaded["optimizer"]):
