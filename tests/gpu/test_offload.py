@@ -11,9 +11,8 @@ from tests.gpu.test_loop import Record
 
 NUM_GPUS = 1
 ROOT = Path(__file__).parents[2]
-_SAVED = 7.0
-"""Bytes a parameter that the flag is to save at least: of 12, or of nine tenths of them, less what is rounded up to the
-allocator's blocks."""
+_SAVED = 8.0
+"""Bytes a parameter that the flag is to save at least; 12 less what is rounded up to the allocator's blocks."""
 
 
 def test_steps_are_those_of_the_resident_optimizer_in_less_memory(record_property: Record) -> None:
@@ -27,7 +26,8 @@ def test_steps_are_those_of_the_resident_optimizer_in_less_memory(record_propert
     for case in (resident, *moved):
         assert case["difference"] == case["difference_resumed"] == 0.0
     for case in moved:
-        assert case["bytes_at_rest"] < resident["bytes_at_rest"] - _SAVED
+        share = 0.9 if case["case"] == "offload of nine tenths" else 1.0
+        assert case["bytes_at_rest"] < resident["bytes_at_rest"] - share * _SAVED
         assert case["bytes_at_peak"] < resident["bytes_at_peak"]
         record_property(f"{case['case']} bytes", round(case["bytes_at_rest"], 2))
         record_property(f"{case['case']} ms", round(case["step_ms"], 1))

@@ -57,6 +57,7 @@ def test_a_model_of_ones_own_is_measured_with_its_weights(tmp_path: Path, monkey
 def test_the_rollout_path_is_measured_by_an_engine_of_a_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which has options that no command line has."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loop, "engine_attention", lambda: ["--sglang-attention-backend", "triton"])
     make_tiny_model.main(["mine"])
     options = bench.parse(["rollout", "--hf-checkpoint", "mine"])
     options.scratch = tmp_path
@@ -64,7 +65,7 @@ def test_the_rollout_path_is_measured_by_an_engine_of_a_fleet(tmp_path: Path, mo
     args = parse_args([*words, "--debug-rollout-only", "--rollout-num-gpus", "1"])
     command = rollout.engine_of(args, tmp_path)._command(1234, 1235)
     assert command[command.index("--model-path") + 1] == str(tmp_path / "mine")
-    assert command[command.index("--grammar-backend") + 1] == "none"
+    assert command[command.index("--attention-backend") + 1] == "triton"
 
 
 def test_engines_choose_their_attention_where_its_kernels_are_installed(

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from http import HTTPStatus
 from operator import length_hint
 from typing import Any
 
@@ -29,7 +30,6 @@ _NEAR = 16
 """Items of a list that are sooner passed than the list is turned."""
 _CHILD_POLL_S = 0.2
 _OFTEN_ASKED = ("/generate", "/health")
-_OK = 200
 _COPY = "serve a copy in bfloat16, which tools/convert_fp8_to_bf16.py makes"
 
 
@@ -38,7 +38,7 @@ def is_worth_a_line(record: logging.LogRecord) -> bool:
     answered as they should be."""
     match record.args:
         case (_, _, str(path), _, int(status)):
-            return status != _OK or path.partition("?")[0] not in _OFTEN_ASKED
+            return status != HTTPStatus.OK or path.partition("?")[0] not in _OFTEN_ASKED
     return True
 
 
