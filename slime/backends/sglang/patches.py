@@ -231,6 +231,14 @@ EVERY_PROCESS: tuple[Patch[ServerFacts], ...] = (
         lambda server: server.sleeps,
         PROVEN,
     ),
+    _sglang(
+        "one_pass_sampling",
+        f"{_EVERY} of a run that is not deterministic, on hosts with CUDA",
+        "SGLang's sampler takes about as long.",
+        fixes.sample_in_one_pass,
+        lambda server: server.cuda and not server.equal_bits and not server.same_kernels,
+        PROVEN,
+    ),
     RENDEZVOUS,
     Patch(
         "model_configs",
