@@ -12,7 +12,6 @@ from torch import Tensor
 
 from slime.backends.megatron.layers.norm import RMSNorm
 from slime.backends.megatron.layers.rotary import _rotated, rotate
-from slime.backends.megatron.lora import Adapter, _wide
 from slime.utils import device
 
 NUM_GPUS = 1
@@ -92,23 +91,6 @@ def test_gradients_of_wide_norms(rows: int, channels: int, dtype: torch.dtype) -
     assert weight.grad is not None
     assert_close(x.grad, exact.grad, dtype)
     assert_close(norm.weight.grad, weight.grad, dtype)
-
-
-@pytest.mark.parametrize("experts", [None, slice(1, 4)], ids=str)
-@pytest.mark.parametrize("halved", [False, True], ids=["plain", "halves of their own"])
-def test_merged_adapters_round_once(halved: bool, experts: slice | None) -> None:
-    """Against float64: by half of bfloat16's distance between numbers, and by what float32 loses."""
-    lead, rank, outputs, inputs = [] if experts is None else [5], 16, 1536, 2048
-    own = torch.eye(2, device="cuda", dtype=torch.bool).repeat_interleave(outputs // 2, 0) if halved else None
-    weight = made(*lead, outputs, inputs, dtype=torch.bfloat16)
-    a = made(*lead, (2 if halved else 1) * rank, inputs, dtype=torch.bfloat16)
-    b = made(*lead, outputs, rank, dtype=torch.bfloat16)
-    adapter: Any = SimpleNamespace(a=a, b=b, own=own, scale=0.7)
-    some = slice(None) if experts is None else experts
-    got = Adapter.merged(adapter, weight, some)
-    want = weight[some].double() + 0.7 * (_wide(b[some].double(), own) @ a[some].double())
-    assert (got.dtype, got.shape) == (torch.bfloat16, want.shape)
-    assert bool(((got.double() - want).abs() <= want.abs() * 2**-8 + 1e-4).all())
 
 
 def test_the_same_bits_again() -> None:

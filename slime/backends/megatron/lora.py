@@ -102,12 +102,9 @@ class Adapter(torch.nn.Module):
 
     def merged(self, weight: Tensor, experts: slice = slice(None)) -> Tensor:
         """The layer's matrix with what does the same added to it; of experts, those asked for. Its type stays."""
-        a, b, matrix = self.a.detach()[experts], self.b.detach()[experts], weight.detach()[experts]
-        if matrix.is_cuda and a.dtype == matrix.dtype != torch.float32:
-            # A GPU's product adds in float32 as well, and rounds once; a CPU's may round before it adds.
-            add = torch.addmm if matrix.dim() == 2 else torch.baddbmm
-            return add(matrix, _wide(b, self.own), a, alpha=self.scale)
-        return (_wide(b.float(), self.own) @ a.float()).mul_(self.scale).add_(matrix).to(matrix.dtype)
+        a, b = self.a.detach()[experts], self.b.detach()[experts]
+        delta = (_wide(b.float(), self.own) @ a.float()).mul_(self.scale)
+        return delta.add_(weight.detach()[experts]).to(weight.dtype)
 
 
 def _wide(b: Tensor, own: Tensor | None) -> Tensor:
