@@ -43,6 +43,7 @@ CASES: dict[str, tuple[Callable[[argparse.Namespace, Report], None], str]] = {
     "async": (loop.measure_async, "train_async.py against train.py on the same GPUs, long-tailed lengths"),
     "trained": (trained.measure, "log-probs of trainer and engine after some supervised training of the model"),
     "rollout": (rollout.measure, "the rollout path against a minimal client of the same engine"),
+    "prefix": (rollout.measure_prefix, "rollouts of long prompts, with and without --rollout-prefix-warmup"),
 }
 
 
@@ -64,6 +65,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         case.add_argument("--flags", default="", help="more flags of train.py, in one word: --flags='--x 1'")
         if name == "train":
             train.add_arguments(case)
+        if name == "prefix":
+            case.add_argument("--prompt-tokens", type=positive, default=2048, help="default: %(default)s")
         if name == "refit":
             case.add_argument("--profile", action="store_true", help="print what pushes spend their time on, by rank")
     options = parser.parse_args(argv)

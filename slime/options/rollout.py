@@ -79,6 +79,11 @@ class RolloutOptions:
         "Leave tokens of older weights out of the loss: those of all segments before the newest push, in "
         "partial, surplus and asynchronous responses alike.",
     )
+    rollout_prefix_warmup: bool = option(
+        False,
+        "Send a group's prompt once before its responses, which then find its keys and values in the engine's cache. "
+        "For long prompts. A custom generate function that sends another prompt has no use of it.",
+    )
     on_sample_error: Literal["retry", "drop", "stop"] = option(
         "retry",
         "When a user's function, a reward or one request fails: try the sample up to three times and then drop its "
@@ -217,7 +222,8 @@ RULES = (
         f"data_source_path={written(*_WITHOUT_BUFFER)}",
     ),
     Rule(
-        "@over_sampling_batch_size @dynamic_sampling_filter_path @partial_rollout @mask_offpolicy_in_partial_rollout",
+        "@over_sampling_batch_size @dynamic_sampling_filter_path @partial_rollout @mask_offpolicy_in_partial_rollout "
+        "@rollout_prefix_warmup",
         "is for slime's own rollouts:",
         f"rollout_function_path!={written(DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT)}",
         " would not heed it",
@@ -237,6 +243,24 @@ RULES = (
         "always has as many groups under way as --max-weight-staleness allows, and would not heed",
         "over_sampling_batch_size",
         ": drop it",
+    ),
+    Rule(
+        "rollout_prefix_warmup",
+        "and",
+        "deterministic_mode sglang_disable_radix_cache",
+        " do not go together: engines then keep nothing of a prompt; drop one",
+    ),
+    Rule(
+        "rollout_prefix_warmup",
+        "has no effect without",
+        "n_samples_per_prompt>1 n_samples_per_eval_prompt>1",
+        ": a prompt is computed once anyway",
+    ),
+    Rule(
+        "rollout_prefix_warmup",
+        "needs",
+        "router_policy=cache_aware",
+        ": others do not send a prompt's responses to the engine that has computed it",
     ),
     Rule("rollout_top_k=0 eval_top_k=0", "must be -1 (all) or at least 1"),
     Rule("rm_num_gpus rm_sglang_args!=None", "needs", "rm_model_path"),

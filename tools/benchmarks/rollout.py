@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import copy
+import random
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +30,67 @@ from tools.benchmarks.report import Report, name_of
 
 RUNS = 3
 _PROMPTS, _SAMPLES = 64, 8
-_RESPONSE = 1024
+_RESPONSE, _SHORT_RESPONSE = 1024, 128
 
 
 def measure(options: argparse.Namespace, report: Report) -> None:
     """The median of the ratios of alternating runs, both at full concurrency, and the throughput of both."""
     if report.out_of_time("the rollout path", 150.0):
         return
-    words = arguments(options, options.scratch / "rollout", [], response=_RESPONSE)
+    args = _args(options, response=_RESPONSE)
+    with _served(args, options.log_dir) as engine:
+        ratios, ours, bare = asyncio.run(_alternate(args, engine.url))
+    details = {"concurrent": _PROMPTS * _SAMPLES, "response": _RESPONSE, "runs": [round(r, 4) for r in ratios]}
+    model = name_of(options)
+    report.add("rollout path / bare client", model, 1, statistics.median(ratios), "", at_least=0.97, **details)
+    report.add("rollout path", model, 1, statistics.median(ours), "tok/s")
+    report.add("bare client", model, 1, statistics.median(bare), "tok/s")
+
+
+def measure_prefix(options: argparse.Namespace, report: Report) -> None:
+    """Seconds of a rollout with and without ``--rollout-prefix-warmup``, by turns, each with an empty cache."""
+    if report.out_of_time("prompts computed once", 120.0):
+        return
+    args = _args(options, response=_SHORT_RESPONSE)
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    with _served(args, options.log_dir) as engine:
+        source = RolloutDataSource(args)
+        groups = source.get_samples(_PROMPTS)
+        for number, group in enumerate(groups):
+            draw = random.Random(number)
+            prompt = [draw.randrange(100) for _ in range(options.prompt_tokens)]
+            for sample in group:
+                sample.tokens = list(prompt)
+        for run in range(1 + RUNS):
+            for warms_up in seconds:
+                args.rollout_prefix_warmup = warms_up
+                engine.control(timeout=60.0).flush_cache()
+                fresh = copy.deepcopy(groups)
+                started = time.perf_counter()
+                asyncio.run(collect(args, run, source, fresh, _PROMPTS))
+                if run:  # kernels compile on first use
+                    seconds[warms_up].append(time.perf_counter() - started)
+    model, of_each = name_of(options), {warms_up: statistics.median(runs) for warms_up, runs in seconds.items()}
+    details = {"prompts": _PROMPTS, "responses": _SAMPLES, "prompt": options.prompt_tokens, "response": _SHORT_RESPONSE}
+    report.add("rollout, each response's prompt computed", model, 1, of_each[False], "s", **details)
+    report.add("rollout, prompts computed once", model, 1, of_each[True], "s", **details)
+
+
+def _args(options: argparse.Namespace, response: int) -> argparse.Namespace:
+    """Options of a run that only generates, on one GPU."""
+    words = arguments(options, options.scratch / "rollout", [], response=response)
     words += ["--debug-rollout-only", "--rollout-num-gpus", "1"]
     words += ["--rollout-batch-size", str(_PROMPTS), "--n-samples-per-prompt", str(_SAMPLES)]
     args = parse_args(words)
     args.long_tail = False
-    engine = engine_of(args, options.log_dir)
-    router = Router(args, "127.0.0.1", None, options.log_dir / "router.log")
+    return args
+
+
+@contextlib.contextmanager
+def _served(args: argparse.Namespace, log_dir: Path) -> Iterator[Engine]:
+    """The engine, behind a router of which ``args`` say where it is."""
+    engine = engine_of(args, log_dir)
+    router = Router(args, "127.0.0.1", None, log_dir / "router.log")
     try:
         engine.start()
         router.start()
@@ -48,15 +98,10 @@ def measure(options: argparse.Namespace, report: Report) -> None:
         router.wait_registered([engine.url], timeout=60)
         args.sglang_router_ip, port = router.url.removeprefix("http://").rsplit(":", 1)
         args.sglang_router_port = int(port)
-        ratios, ours, bare = asyncio.run(_alternate(args, engine.url))
+        yield engine
     finally:
         router.stop()
         engine.stop()
-    details = {"concurrent": _PROMPTS * _SAMPLES, "response": _RESPONSE, "runs": [round(r, 4) for r in ratios]}
-    model = name_of(options)
-    report.add("rollout path / bare client", model, 1, statistics.median(ratios), "", at_least=0.97, **details)
-    report.add("rollout path", model, 1, statistics.median(ours), "tok/s")
-    report.add("bare client", model, 1, statistics.median(bare), "tok/s")
 
 
 def engine_of(args: argparse.Namespace, log_dir: Path) -> Engine:

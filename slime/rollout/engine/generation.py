@@ -111,6 +111,17 @@ async def _generate(
     return sample
 
 
+async def warm_up(args: Namespace, state: RolloutState, sample: Sample, sampling_params: dict[str, Any]) -> None:
+    """Have an engine compute ``sample``'s prompt, so that it has the keys and values when responses to it begin; raises
+    as `generate` does. The one token that is drawn is dropped, and drawn as the others of its batch are."""
+    params = sampling_params | {"max_new_tokens": 1}
+    params.pop("min_new_tokens", None)
+    tokens = sample.tokens or prompt_tokens(args, sample)
+    async with state.request() as rid:
+        if rid is not None:
+            await state.client.generate(tokens, params, rid=rid)
+
+
 def _warn_of_retraction(state: RolloutState, sample: Sample) -> None:
     """Of a request whose place in the cache others have got: what is computed again may have other bits."""
     state.num_retracted += 1

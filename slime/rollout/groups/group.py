@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from argparse import Namespace
@@ -16,7 +17,7 @@ from slime.data.source.rollout_context import current_rollout
 from slime.observability import events
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.batches.train_data import check_response
-from slime.rollout.engine.generation import generate
+from slime.rollout.engine.generation import generate, warm_up
 from slime.rollout.engine.loop import run_all
 from slime.rollout.engine.state import RolloutState, state_of_call
 from slime.rollout.engine.versions import newest_version, note_version
@@ -82,10 +83,25 @@ class GroupRun:
 
     async def run(self, *, seeded: bool = True) -> list[Sample | list[Sample]]:
         """Generate and reward all samples, by seeds of their own if ``seeded``; raises as `generate_and_rm` does."""
+        if self.args.rollout_prefix_warmup:
+            await self._warm_up()
         await run_all([self._member(position, seeded) for position in range(len(self.results))])
         if self.args.group_rm:
             await self._reward_group()
         return self.results
+
+    async def _warm_up(self) -> None:
+        """Have the prompt computed once, if several responses to it are yet to begin."""
+        unbegun = [
+            sample
+            for position, sample in enumerate(self.results)
+            if position not in self._generated and isinstance(sample, Sample) and not sample.response_length
+        ]
+        if len(unbegun) < 2:
+            return
+        # What is wrong with a prompt, or with all engines, the responses' own requests say, and are tried again.
+        with self._state.doing(unbegun[0], "warming up"), contextlib.suppress(SlimeError):
+            await warm_up(self.args, self._state, unbegun[0], self._params)
 
     def unfinished(self) -> Group:
         """The samples as they can go back to a data source, after `run` was cancelled or its requests were aborted.

@@ -1,0 +1,138 @@
+"""``--rollout-prefix-warmup``: a group's prompt is sent once, before its responses."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.data import Group, Sample, Status
+from slime.entry.arguments import parse_args
+from slime.rollout.base_types import flatten_samples
+from slime.rollout.engine.loop import background_loop
+from slime.rollout.groups.group import GroupRun
+from slime.rollout.sglang_rollout import generate_and_rm_group
+from slime.utils.http_client import RequestError
+from tests.command_line import Fails, command
+from tests.fake_client import FakeClient, hook_file, reply, rollout
+
+NUM_GPUS = 0
+
+Args = Callable[..., Namespace]
+Use = Callable[..., FakeClient]
+SUPERVISED = "slime.rollout.sft_rollout.generate_rollout"
+
+
+def group_of(*samples: Sample) -> Group:
+    for index, sample in enumerate(samples):
+        sample.index, sample.group_index, sample.prompt, sample.label = index, 0, "xxx", "3"
+    return list(samples)
+
+
+def generated(args: Namespace, group: Group, params: dict[str, Any]) -> list[Any]:
+    made: list[Any] = background_loop().run(generate_and_rm_group(args, group, params), timeout=60, what="a group")
+    return made
+
+
+def test_each_prompt_is_computed_before_its_responses(make_args: Args, use: Use) -> None:
+    client = use(FakeClient())
+    args = make_args(rollout_prefix_warmup=True, n_samples_per_prompt=3, rollout_max_response_len=50)
+    samples = flatten_samples(rollout(args).samples)
+    by_prompt: dict[int, list[int]] = {}
+    for tokens, params, _ in client.requests:
+        by_prompt.setdefault(len(tokens), []).append(params["max_new_tokens"])
+    assert list(by_prompt.values()) == [[1, 50, 50, 50]] * 4
+    assert [sample.reward for sample in samples] == [1.0] * 12
+    assert {sample.response_length for sample in samples} == {1}
+
+
+def test_without_the_flag_nothing_more_is_sent(make_args: Args, use: Use) -> None:
+    client = use(FakeClient())
+    rollout(make_args(n_samples_per_prompt=3))
+    assert len(client.requests) == 12
+
+
+def test_the_token_that_is_dropped_is_drawn_as_the_responses_are(make_args: Args, use: Use) -> None:
+    """Where one request is greedy, or has a top-k of its own, SGLang draws all others of its batch in another way."""
+    client = use(FakeClient())
+    args = make_args(rollout_prefix_warmup=True)
+    params = {"max_new_tokens": 40, "min_new_tokens": 8, "temperature": 0.7, "top_k": -1}
+    generated(args, group_of(Sample(), Sample()), params)
+    first, *others = (params for _, params, _ in client.requests)
+    assert first == {"max_new_tokens": 1, "temperature": 0.7, "top_k": -1}
+    assert others == [params] * 2
+
+
+@pytest.mark.parametrize(("num_begun", "num_warm_ups"), [(0, 1), (1, 1), (2, 0), (3, 0)])
+def test_only_where_several_responses_are_yet_to_begin(
+    num_begun: int, num_warm_ups: int, make_args: Args, use: Use
+) -> None:
+    """Not again for a group that comes back from the buffer; a partial response goes on with a prefix of its own."""
+    client = use(FakeClient())
+    samples = [Sample() for _ in range(3)]
+    for sample, status in zip(samples[:num_begun], (Status.COMPLETED, Status.ABORTED, Status.COMPLETED), strict=False):
+        sample.tokens, sample.status, sample.response = [5, 6, 7], status, "3"
+        sample.append_response_tokens(tokens=[8], log_probs=[-1.0])
+    generated(make_args(rollout_prefix_warmup=True), group_of(*samples), {"max_new_tokens": 40})
+    assert [params["max_new_tokens"] for _, params, _ in client.requests].count(1) == num_warm_ups
+
+
+def test_a_failure_is_left_to_the_responses(make_args: Args, use: Use) -> None:
+    """An engine that dies then is found by them, and what they do about it is done."""
+
+    def answer(number: int, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        if params["max_new_tokens"] == 1:
+            raise RequestError("the engine is gone", status=503)
+        return reply(str(len(input_ids)))
+
+    client = use(FakeClient(answer))
+    args = make_args(rollout_prefix_warmup=True, on_sample_error="stop", rollout_max_response_len=50)
+    samples = flatten_samples(rollout(args).samples)
+    assert [sample.reward for sample in samples] == [1.0] * 8
+    assert len(client.requests) == 12
+
+
+def test_a_prompt_of_a_custom_function_too(make_args: Args, use: Use, tmp_path: Path) -> None:
+    """Its first request is mostly that of the prompt."""
+    client = use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "from slime.rollout.sglang_rollout import generate as plain\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    return await plain(args, sample, sampling_params)\n",
+    )
+    args = make_args(rollout_prefix_warmup=True, custom_generate_function_path=f"{hook}:generate")
+    rollout(args)
+    assert len(client.requests) == 12
+
+
+def test_not_once_the_rollout_ends(make_args: Args, use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = use(FakeClient())
+    whole = GroupRun.run
+
+    async def late(run: GroupRun, **how: Any) -> Any:
+        run._state.ending = True
+        return await whole(run, **how)
+
+    monkeypatch.setattr(GroupRun, "run", late)
+    generated(make_args(rollout_prefix_warmup=True), group_of(Sample(), Sample()), {"max_new_tokens": 40})
+    assert 1 not in [params["max_new_tokens"] for _, params, _ in client.requests]
+
+
+@pytest.mark.usefixtures("launch_directory")
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--deterministic-mode", "and --deterministic-mode do not go together: engines then keep nothing of a prompt"),
+        ("--sglang-disable-radix-cache", "and --sglang-disable-radix-cache do not go together"),
+        ("--n-samples-per-prompt 1", "has no effect without --n-samples-per-prompt above 1"),
+        ("--router-policy round_robin", "needs --router-policy cache_aware: others do not send"),
+        (f"--rollout-function-path {SUPERVISED}", f"is for slime's own rollouts: --rollout-function-path {SUPERVISED}"),
+    ],
+)
+def test_where_it_could_do_nothing_it_is_refused(words: str, told: str, fails: Fails) -> None:
+    assert f"--rollout-prefix-warmup {told}" in fails(f"--rollout-prefix-warmup {words}")
+    assert parse_args(command("--rollout-prefix-warmup")).rollout_prefix_warmup
