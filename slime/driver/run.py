@@ -37,7 +37,7 @@ from slime.files.storage import write_text
 from slime.fleet.engines import Engines
 from slime.fleet.external import given_keys, with_external_engines
 from slime.fleet.placement import Placement, core_shortage, place
-from slime.fleet.spec import ModelSpec, fleet_of
+from slime.fleet.spec import Fleet, ModelSpec, fleet_of
 from slime.fleet.train_group import Saver, TrainGroup
 from slime.observability import logs
 from slime.observability.progress import done_line, program, say, step_line, warn_of
@@ -122,11 +122,8 @@ class Run:
         keys = None if args.no_api_keys else given or (secrets.token_hex(24), secrets.token_hex(24))
         logs.hide(keys or ())
         fleet = with_external_engines(fleet_of(args), given)
-        with span("driver/load_data"):
-            self._load_data(keys, fleet.models if fleet.engines else ())
+        placement = self._create(fleet, keys)
         args = self.args
-        with span("driver/place"):
-            placement = self._placement = place(args, fleet)
         slots = sum(map(len, placement.engines))
         counted = {f"{fleet.trainers} training ranks": fleet.trainers, f"engines on {slots} slots": slots}
         begun = [what for what, count in counted.items() if count]
@@ -147,8 +144,12 @@ class Run:
         self._snapshots = snapshot_directory(args, placement, ray.util.get_node_ip_address())
         with span("driver/start"):
             opened = self._data.open_routers()
-            self.engines.create(fleet, placement, keys)
-            self._start_together(placement, shared)
+            # Of a GPU that both share an engine takes a share of the memory that it finds free.
+            starting = {} if shared else self.engines.begin("start")
+            self._start_trainers()
+            starting = starting or self.engines.begin("start")
+            limit = limit_of(args, "engine_start_timeout", MARGIN_S)
+            self.engines.started(self._supervisor.wait(starting, "start engines", limit))
             self._data.serve(opened)
         if fleet.engines:
             self._control = Control(args.run_dir, serving_host(keys), requests, self._view, versions)
@@ -158,31 +159,36 @@ class Run:
         say(f"started in {time.monotonic() - began:.0f} s{going_on}")
         return self.args
 
+    def _create(self, fleet: Fleet, keys: tuple[str, str] | None) -> Placement:
+        """Make engines and trainers, which import from then on, and have the data read: meanwhile, or before them on a
+        cluster, where nobody is to wait for slots that others have to be told of a bad row. No model is loaded before
+        the data are known to be good."""
+        models, own_ray = fleet.models if fleet.engines else (), running_address() is None
+        if not own_ray:
+            self._load_data(keys, models)
+        with span("driver/place"):
+            placement = self._placement = place(self.args, fleet)
+        self.engines.create(fleet, placement, keys)
+        for name, prepared in self.engines.begin("prepare").items():
+            self._supervisor.expect(name, prepared, "prepare engines")
+        if placement.train:
+            self._trainers.create(placement)
+        if own_ray:
+            self._load_data(keys, models)
+        return placement
+
     def _load_data(self, keys: tuple[str, str] | None, models: Sequence[ModelSpec]) -> None:
-        args, rollouts = self.args, self._data.start(keys, models)
+        with span("driver/load_data"):
+            args, rollouts = self.args, self._data.start(keys, models)
         args = self.args = argparse.Namespace(**vars(args) | {"num_rollout": rollouts})
         if left := check_remaining(args):  # again: --num-epoch has become a number of rollouts
             say(left)
         warn_of(room_warnings(args))
         write_text("--run-dir", Path(args.run_dir, "config.yaml"), describe(args))
 
-    def _start_together(self, placement: Placement, shared: bool) -> None:
-        if shared:
-            # One after the other: an engine takes a share of the GPU memory that it finds free.
-            for name, prepared in self.engines.begin("prepare").items():
-                self._supervisor.expect(name, prepared, "prepare engines")
-            self._start_trainers(placement)
-            starts = self.engines.begin("start")
-        else:
-            starts = self.engines.begin("start")
-            self._start_trainers(placement)
-        limit = limit_of(self.args, "engine_start_timeout", MARGIN_S)
-        self.engines.started(self._supervisor.wait(starts, "start engines", limit))
-
-    def _start_trainers(self, placement: Placement) -> None:
+    def _start_trainers(self) -> None:
         args, first = self.args, 0
-        if placement.train:
-            self._trainers.create(placement)
+        if self._trainers.actors:
             first = self._trainers.start(args.num_rollout)
         if args.start_rollout_id is None:
             args = self.args = argparse.Namespace(**vars(args) | {"start_rollout_id": first})
