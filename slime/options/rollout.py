@@ -252,12 +252,6 @@ RULES = (
     ),
     Rule(
         "rollout_prefix_warmup",
-        "has no effect without",
-        "n_samples_per_prompt>1 n_samples_per_eval_prompt>1",
-        ": a prompt is computed once anyway",
-    ),
-    Rule(
-        "rollout_prefix_warmup",
         "needs",
         "router_policy=cache_aware",
         ": others do not send a prompt's responses to the engine that has computed it",

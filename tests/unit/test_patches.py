@@ -16,6 +16,7 @@ import pytest
 from slime.backends.megatron.patches import RankFacts
 from slime.backends.sglang.patches import CPU_STAND_INS, EVERY_PROCESS, SERVER_PROCESS, ServerFacts
 from slime.driver.preflight import patch_report
+from slime.processes.server_process import EQUAL_BITS_VARIABLE, SAME_KERNELS_VARIABLE
 from slime.utils import device, patching
 from slime.utils.patching import ALLOW_VARIABLE, Patch, UntestedVersionError, apply, within
 from slime.utils.stores import RENDEZVOUS
@@ -199,6 +200,18 @@ def test_what_servers_get(
     together = set() if cuda or config is LATENT else {"requests_together"}
     of_device = {"one_pass_sampling"} if cuda else CPU | on_cpu | together
     assert wanted - {"torchvision_operators"} == ALL | everywhere | of_device
+
+
+@pytest.mark.parametrize("variable", [EQUAL_BITS_VARIABLE, SAME_KERNELS_VARIABLE])
+def test_servers_of_equal_bits_draw_as_sglang_does(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "is_cuda", lambda: True)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    for environment, draws in (({variable: "1"}, False), (dict[str, str](), True)):
+        server = ServerFacts.of_command(["--model-path", str(tmp_path)], environment)
+        wanted = {patch.name for patch in (*EVERY_PROCESS, *SERVER_PROCESS) if patch.wanted(server)}
+        assert ("one_pass_sampling" in wanted) == draws
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +96,61 @@ def test_a_failure_is_left_to_the_responses(make_args: Args, use: Use) -> None:
     assert len(client.requests) == 12
 
 
+def test_one_that_a_push_aborts_is_sent_again(make_args: Args, use: Use) -> None:
+    def answer(number: int, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        return reply("" if number == 1 else "3", finish="abort" if number == 1 else "stop")
+
+    client = use(FakeClient(answer))
+    generated(make_args(rollout_prefix_warmup=True), group_of(Sample(), Sample()), {"max_new_tokens": 40})
+    assert [params["max_new_tokens"] for _, params, _ in client.requests] == [1, 1, 40, 40]
+
+
+def test_responses_do_not_wait_for_an_engine_that_is_silent(make_args: Args, use: Use) -> None:
+    """A twentieth of ``--request-timeout``: they have all of it for themselves."""
+
+    async def answer(number: int, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        if params["max_new_tokens"] == 1:
+            await asyncio.sleep(1000)
+        return reply(str(len(input_ids)))
+
+    client = use(FakeClient(answer))
+    args = make_args(rollout_prefix_warmup=True, request_timeout=2.0)
+    made = generated(args, group_of(Sample(), Sample()), {"max_new_tokens": 40})
+    assert [sample.reward for sample in made] == [1.0] * 2
+    assert client.cancelled == 1
+
+
+@pytest.mark.parametrize(
+    ("sample", "changes"),
+    [
+        ({}, {"rollout_max_context_len": 3}),
+        ({"multimodal_inputs": {"image": 1}}, {}),
+        ({"prompt": [{"role": "user", "content": "3"}]}, {}),
+    ],
+    ids=["no room", "media", "messages that a function renders"],
+)
+def test_nothing_is_sent_that_no_response_begins_with(
+    sample: dict[str, Any], changes: dict[str, Any], make_args: Args, use: Use, tmp_path: Path
+) -> None:
+    client = use(FakeClient())
+    hook = hook_file(
+        tmp_path,
+        "async def generate(args, sample, params):\n"
+        "    sample.tokens = [5]\n"
+        "    sample.append_response_tokens(tokens=[7], log_probs=[-1.0])\n"
+        "    sample.response = '3'\n"
+        "    return sample\n",
+    )
+    group = group_of(Sample(), Sample())
+    for member in group:
+        for name, value in sample.items():
+            setattr(member, name, value)
+    args = make_args(rollout_prefix_warmup=True, custom_generate_function_path=f"{hook}:generate", **changes)
+    made = generated(args, group, {"max_new_tokens": 40})
+    assert [member.reward for member in made] == [1.0] * 2
+    assert client.requests == []
+
+
 def test_a_prompt_of_a_custom_function_too(make_args: Args, use: Use, tmp_path: Path) -> None:
     """Its first request is mostly that of the prompt."""
     client = use(FakeClient())
@@ -128,7 +184,6 @@ def test_not_once_the_rollout_ends(make_args: Args, use: Use, monkeypatch: pytes
     [
         ("--deterministic-mode", "and --deterministic-mode do not go together: engines then keep nothing of a prompt"),
         ("--sglang-disable-radix-cache", "and --sglang-disable-radix-cache do not go together"),
-        ("--n-samples-per-prompt 1", "has no effect without --n-samples-per-prompt above 1"),
         ("--router-policy round_robin", "needs --router-policy cache_aware: others do not send"),
         (f"--rollout-function-path {SUPERVISED}", f"is for slime's own rollouts: --rollout-function-path {SUPERVISED}"),
     ],

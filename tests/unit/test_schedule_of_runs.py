@@ -16,6 +16,8 @@ from slime.driver.process import run_driver
 from slime.driver.schedule import NothingLeftError, check_remaining, is_due, times_due
 from slime.entry.arguments import parse_args
 from slime.files.exports import mark_export
+from slime.fleet.placement import Placement, Slot
+from slime.fleet.spec import fleet_of
 from slime.utils.errors import BadInputError
 from tests.command_line import command, write_checkpoint, write_model, write_rows
 
@@ -185,7 +187,7 @@ def _place(*_: object) -> None:
     ("words", "num_rollout", "ends"),
     [("", 3, NothingLeftError), ("", 4, _PlacedError), ("--save-hf hf", 3, _PlacedError)],
 )
-def test_epochs_are_counted_before_anything_is_placed(
+def test_epochs_are_counted_before_anything_is_placed_on_a_cluster(
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -195,6 +197,7 @@ def test_epochs_are_counted_before_anything_is_placed(
 ) -> None:
     args = parse_args(command(f"--load ckpt --run-dir run --num-epoch 1 {words}", "--num-rollout"))
     (directory / "run").mkdir()
+    monkeypatch.setattr(whole_run, "running_address", lambda: "10.0.0.1:6379")
     monkeypatch.setattr(whole_run, "place", _place)
     manager = _Manager(num_rollout)
     monkeypatch.setattr(data_side, "create_manager", lambda *_: manager)
@@ -203,3 +206,25 @@ def test_epochs_are_counted_before_anything_is_placed(
     with pytest.raises(ends):
         run.start()
     assert ("rollout 3 of 3: nothing is left but writing" in capsys.readouterr().out) == bool(words)
+
+
+@pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
+def test_no_model_is_loaded_before_the_data_and_no_slot_of_a_cluster_taken(
+    address: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may have the cluster's slots: a bad row is to be told of without them."""
+    done: list[str] = []
+
+    def noted(what: str, result: Any = None) -> Any:
+        return lambda *_: (done.append(what), result)[1]
+
+    run = whole_run.Run(parse_args(command("--run-dir run")))
+    monkeypatch.setattr(whole_run, "running_address", lambda: address)
+    monkeypatch.setattr(whole_run, "place", noted("place", Placement([], [Slot(0, "host", None)], [])))
+    monkeypatch.setattr(run, "_load_data", noted("load the data"))
+    monkeypatch.setattr(run.engines, "create", noted("make engines"))
+    monkeypatch.setattr(run.engines, "begin", lambda method: (done.append(method), {})[1])
+    monkeypatch.setattr(run._trainers, "create", noted("make trainers"))
+    run._create(fleet_of(run.args), None)
+    made = ["place", "make engines", "prepare", "make trainers"]
+    assert done == (["load the data", *made] if address else [*made, "load the data"])

@@ -100,7 +100,7 @@ class Traces:
         if name == "rollout/samples":
             self.idle[rollout] = _idle(waits, when) if waits.requests else {}
             del self._waits[rollout]
-        elif name == "rollout/generating":
+        elif name in ("rollout/generating", "rollout/warming_up"):
             waits.generating.append(when)
         elif kind := _WAITS.get(name):
             getattr(waits, kind).append(when)

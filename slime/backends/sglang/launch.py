@@ -76,7 +76,7 @@ def main() -> None:
     load_plugins()
     if HELD_VARIABLE in os.environ:
         importlib.import_module("sglang.srt.entrypoints.http_server")  # which `run_server` imports, and takes longest
-        print("imported; goes on when the trainers have taken their memory", flush=True)
+        print("imported; goes on when the run starts it", flush=True)
         sys.stdin.readline()
     _patch(patches.SERVER_PROCESS)
     flags = [*sys.argv[1:], *secret_flags()]

@@ -112,14 +112,23 @@ async def _generate(
 
 
 async def warm_up(args: Namespace, state: RolloutState, sample: Sample, sampling_params: dict[str, Any]) -> None:
-    """Have an engine compute ``sample``'s prompt, so that it has the keys and values when responses to it begin; raises
-    as `generate` does. The one token that is drawn is dropped, and drawn as the others of its batch are."""
-    params = sampling_params | {"max_new_tokens": 1}
+    """Have an engine compute ``sample``'s prompt, so that it has the keys and values when responses to it begin; again
+    where a weight update aborts it. Nothing is sent for a prompt that leaves no room for a response. The one token that
+    is drawn is dropped, and drawn as the others of its batch are. Raises as `generate` does."""
+    prompt = Sample(index=sample.index, tokens=sample.tokens or prompt_tokens(args, sample))
+    params = _params_of_rest(args, prompt, sampling_params, done=0)
+    if params is None:
+        return
+    params["max_new_tokens"] = 1
     params.pop("min_new_tokens", None)
-    tokens = sample.tokens or prompt_tokens(args, sample)
-    async with state.request() as rid:
-        if rid is not None:
-            await state.client.generate(tokens, params, rid=rid)
+    for _ in range(_MAX_ABORTS):
+        async with state.request() as rid:
+            if rid is None:
+                return
+            meta = (await state.client.generate(prompt.tokens, params, rid=rid))["meta_info"]
+            note(**build_sglang_meta_trace_attrs(meta), version=meta.get("weight_version"))
+        if meta["finish_reason"]["type"] != "abort" or state.ending:
+            return
 
 
 def _warn_of_retraction(state: RolloutState, sample: Sample) -> None:
