@@ -120,6 +120,20 @@ def test_responses_do_not_wait_for_an_engine_that_is_silent(make_args: Args, use
     assert client.cancelled == 1
 
 
+def test_groups_that_stand_in_line_are_warmed_up_too(make_args: Args, use: Use) -> None:
+    """Of one request at a time the last group waits for longer than a warm-up may take."""
+
+    async def answer(number: int, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(0.05)
+        return reply(str(len(input_ids)))
+
+    client = use(FakeClient(answer))
+    args = make_args(rollout_prefix_warmup=True, request_timeout=4.0, sglang_server_concurrency=1, rollout_batch_size=8)
+    rollout(args)
+    assert [params["max_new_tokens"] for _, params, _ in client.requests].count(1) == 8
+    assert client.cancelled == 0
+
+
 @pytest.mark.parametrize(
     ("sample", "changes"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import logging
@@ -24,6 +25,8 @@ from slime.utils.errors import SettingError
 logger = logging.getLogger(__name__)
 
 _MAX_ABORTS = 16
+_WARM_UP_SHARE = 0.05
+"""Of ``--request-timeout``, for the request of `warm_up`."""
 _CONTEXT = 5
 """Tokens before a response that decide how its first one is written: SGLang looks at as many."""
 
@@ -114,7 +117,8 @@ async def _generate(
 async def warm_up(args: Namespace, state: RolloutState, sample: Sample, sampling_params: dict[str, Any]) -> None:
     """Have an engine compute ``sample``'s prompt, so that it has the keys and values when responses to it begin; again
     where a weight update aborts it. Nothing is sent for a prompt that leaves no room for a response. The one token that
-    is drawn is dropped, and drawn as the others of its batch are. Raises as `generate` does."""
+    is drawn is dropped, and drawn as the others of its batch are. Raises as `generate` does, and TimeoutError: nobody
+    waits long for an engine that is silent, only for a place among the requests."""
     prompt = Sample(index=sample.index, tokens=sample.tokens or prompt_tokens(args, sample))
     params = _params_of_rest(args, prompt, sampling_params, done=0)
     if params is None:
@@ -125,7 +129,8 @@ async def warm_up(args: Namespace, state: RolloutState, sample: Sample, sampling
         async with state.request() as rid:
             if rid is None:
                 return
-            meta = (await state.client.generate(prompt.tokens, params, rid=rid))["meta_info"]
+            async with asyncio.timeout(args.request_timeout * _WARM_UP_SHARE):
+                meta = (await state.client.generate(prompt.tokens, params, rid=rid))["meta_info"]
             note(**build_sglang_meta_trace_attrs(meta), version=meta.get("weight_version"))
         if meta["finish_reason"]["type"] != "abort" or state.ending:
             return

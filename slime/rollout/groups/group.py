@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import pickle
@@ -37,8 +36,6 @@ T = TypeVar("T")
 _MAX_ABORTS = 16
 _TRIES = 3
 """Of each sample with ``--on-sample-error retry``."""
-_WARM_UP_SHARE = 0.05
-"""Of ``--request-timeout``: how long the responses of a group wait for `warm_up`."""
 _FINISHED = (Status.COMPLETED, Status.TRUNCATED)
 _REFUSED = (400, 413, 422)
 """Statuses by which an engine refuses one request: others would come to all."""
@@ -95,8 +92,7 @@ class GroupRun:
 
     async def _warm_up(self) -> None:
         """Have the prompt computed once, if several responses to it are yet to begin; with media, text is not all of
-        it. Its responses do not wait for long: what is wrong with a prompt, or with all engines, they find themselves,
-        and are tried again."""
+        it. What is wrong with a prompt, or with all engines, the responses find themselves, and are tried again."""
         unbegun = [
             sample
             for position, sample in enumerate(self.results)
@@ -105,8 +101,7 @@ class GroupRun:
         if len(unbegun) < 2 or unbegun[0].multimodal_inputs is not None:
             return
         with self._state.doing(unbegun[0], "warming up"), contextlib.suppress(SlimeError, TimeoutError):
-            async with asyncio.timeout(self.args.request_timeout * _WARM_UP_SHARE):
-                await warm_up(self.args, self._state, unbegun[0], self._params)
+            await warm_up(self.args, self._state, unbegun[0], self._params)
 
     def unfinished(self) -> Group:
         """The samples as they can go back to a data source, after `run` was cancelled or its requests were aborted.
