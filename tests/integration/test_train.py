@@ -267,9 +267,12 @@ def test_checkpoints_are_complete_and_load_in_transformers(colocated: Path) -> N
 @pytest.mark.full
 def test_a_run_that_is_over_ends_before_a_model_is_loaded(workspace: Path, colocated: Path) -> None:
     """Its rollouts come from ``--num-epoch``, so that it must read its data to know."""
-    logged = (colocated / "metrics.jsonl").read_text()
+    logged, trace = (colocated / "metrics.jsonl").read_text(), colocated / "trace" / "driver.jsonl"
+    begun = trace.read_text().count("driver/load_data"), trace.read_text().count("driver/start")
     line = flags(workspace, colocated, load=str(colocated), num_rollout=None, num_epoch=1)
     _run(line, workspace / "over.log")
+    now = trace.read_text().count("driver/load_data"), trace.read_text().count("driver/start")
+    assert now == (begun[0] + 1, begun[1]), "the data were read, and nothing was told to load a model"
     said = (workspace / "over.log").read_text()
     over = f"the checkpoint in {colocated} is after rollout 3 of 3: nothing is left to do"
     assert said.splitlines()[-1] == f"{over}; a larger --num-rollout goes on"
