@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -86,7 +87,10 @@ def round_trip(learner: Any, parts: list[Any], directory: str) -> None:
         Path(directory).mkdir()
     dist.barrier()
     logging.getLogger().addHandler(log := BufferingHandler(capacity=10_000))
+    forked: list[int] = []
+    os.register_at_fork(before=lambda: forked.append(1))
     save_state(directory, learner.model_chunks, learner._optimizer, learner._scheduler)
+    assert not forked, "what a rank forks keeps its connections open when it is killed"
     logging.getLogger().removeHandler(log)
     lines = [record.getMessage() for record in log.buffer]
     assert not [line for line in lines if "differs" in line], lines

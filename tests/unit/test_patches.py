@@ -220,7 +220,7 @@ def test_servers_of_equal_bits_draw_as_sglang_does(
         (RankFacts(cuda=False, transformer_engine=False), {"swiglu_gradient"}),
         (
             RankFacts(cuda=False, transformer_engine=True, saves=False),
-            {"latent_attention_alone", "save_results", "swiglu_gradient"},
+            {"latent_attention_alone", "save_results", "swiglu_gradient", "write_by_threads"},
         ),
         (
             RankFacts(cuda=True, transformer_engine=False),

@@ -69,7 +69,11 @@ ROUTERS, RANKS, SERVERS, DRIVER = "router_policy", "optimizer_load", "keys_in_an
         ("", "10.0.0.1:6379", {SERVERS, ROUTERS, RANKS, "rendezvous"}),
         ("--debug-rollout-only", "", {DRIVER, SERVERS, ROUTERS, "rendezvous"}),
         ("--debug-train-only --rollout-function-path my.rollout", "", {DRIVER, RANKS, "rendezvous"}),
-        ("--save new --save-interval 1", "", {DRIVER, SERVERS, ROUTERS, RANKS, "rendezvous", "save_results"}),
+        (
+            "--save new --save-interval 1",
+            "",
+            {DRIVER, SERVERS, ROUTERS, RANKS, "rendezvous", "save_results", "write_by_threads"},
+        ),
         (
             "--rollout-num-gpus-per-engine 2 --num-gpus-per-node 1",
             "",
@@ -94,7 +98,7 @@ def test_what_a_run_gets(
     monkeypatch.setenv("RAY_ADDRESS", address)
     told = "\n".join(patch_report.lines(parse(words)))
     asked = {ROUTERS, RANKS, SERVERS, DRIVER, "rendezvous", "save_results", "experts_in_turn"}
-    asked.add("schedulers_of_further_nodes")
+    asked |= {"write_by_threads", "schedulers_of_further_nodes"}
     assert {name for name in asked if re.search(rf"\b{name}\b", told)} == expected
     assert told.count("rendezvous") == 1
 

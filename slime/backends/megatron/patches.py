@@ -15,6 +15,7 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -184,6 +185,33 @@ def make_swiglu_gradients_by_a_kernel() -> None:
     fusions.WeightedSwiGLUFunction.backward = staticmethod(weighted)
 
 
+def write_by_threads() -> None:
+    """Has a save's files written by threads of the rank, not by processes forked from it: one that outlives a killed
+    rank keeps its connections open, so that others learn minutes later that it is gone, and one that is killed is
+    waited for without end."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    def write(
+        transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[object]
+    ) -> None:
+        written: queue.Queue[tuple[int, object]] = queue.Queue()
+        running: queue.Queue[int] = queue.Queue()
+
+        def write_file(index: int) -> None:
+            running.put(index)
+            FileSystemWriterAsync.write_preloaded_data(
+                transforms, index, buckets[index], written, running, True, use_msc=use_msc
+            )
+
+        with ThreadPoolExecutor(len(buckets)) as threads:
+            list(threads.map(write_file, range(len(buckets))))
+        of_file = dict(written.get_nowait() for _ in buckets)
+        failures = [result for result in of_file.values() if isinstance(result, Exception)]
+        results.put(failures[0] if failures else of_file)
+
+    FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)
+
+
 def collect_results_in_this_process() -> None:
     """Collects what a save's writers did in the rank itself, not in a server process, which takes seconds to start and
     outlives a killed trainer.
@@ -291,6 +319,15 @@ FIXES: tuple[Patch[RankFacts], ...] = (
 )
 
 EACH_SAVE: tuple[Patch[RankFacts], ...] = (
+    _megatron(
+        "write_by_threads",
+        "Megatron writes by threads.",
+        write_by_threads,
+        "every training rank that saves",
+        lambda rank: rank.saves,
+        PROVEN,
+        NEW,
+    ),
     _megatron(
         "save_results",
         "Megatron makes that process for saves in the background only.",

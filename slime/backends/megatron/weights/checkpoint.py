@@ -51,7 +51,6 @@ def save_state(
 ) -> None:
     """Write model, optimizer, scheduler and random state of all ranks into an empty directory, and by which options
     only some parameters are trained; collective."""
-    patches.prepare_save()
     state = model_state(model_chunks)
     state["optimizer"] = _with_parts_of_other_stages(
         optimizer, _optimizer_state(optimizer, _named(model_chunks, state))
@@ -83,6 +82,7 @@ def _save(state: dict[str, Any], directory: str) -> None:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group)
     unpin_mixed(state)
+    patches.prepare_save()
     dist_checkpointing.save(state, directory, strategy)
     if dist.get_rank() == 0 and not Path(directory, COMMON).exists():
         torch.save(dist_checkpointing.load_common_state_dict(directory), Path(directory, COMMON))
