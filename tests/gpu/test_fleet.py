@@ -26,9 +26,9 @@ from tests.integration.strikes import (
     stop_scheduler,
 )
 from tests.integration.test_faults import ASKED, assert_each_version_is_its_rollouts, assert_nothing_lost_or_twice
-from tests.integration.test_train import Value, flags
 from tests.integration.test_train_async import samples_of
 from tests.integration.tiny import log_probs_of
+from tests.integration.tiny_run import Value, flags
 
 NUM_GPUS = 1
 _LENGTH: dict[str, Value] = {"rollout_max_response_len": 1024, "max_tokens_per_gpu": 4096}
@@ -103,7 +103,10 @@ def test_an_engine_beside_trainers_comes_back_by_cuda_ipc(
     run_dir = run_with_a_loss(workspace, name, record_property, strike, when, **_LARGE_CACHE)
     asleep = series(run_dir, "perf/asleep_gib")[1:]
     record_property("GiB asleep", " ".join(f"{gib:.2f}" for gib in asleep))
-    assert max(asleep) - min(asleep) < _SAME_GIB
+    # It is measured before trainers train: an engine that is struck then is no more there, or is still.
+    without = [gib for gib in asleep if gib < asleep[0] - _SAME_GIB]
+    assert len(without) <= (when is while_trainers_train)
+    assert max(asleep) - asleep[0] < _SAME_GIB
 
 
 @pytest.mark.parametrize(

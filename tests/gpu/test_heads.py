@@ -9,10 +9,10 @@ from pathlib import Path
 from tests.gpu.test_loop import Record, check, run
 from tests.integration.harness import series
 from tests.integration.test_heads import write_mimo
-from tests.integration.test_train import Value
+from tests.integration.tiny_run import Value
 
 NUM_GPUS = 1
-_ROLLOUTS = 4
+_ROLLOUTS = 8
 _ONE_TOKEN: dict[str, Value] = {
     "sglang_speculative_num_steps": 1,
     "sglang_speculative_eagle_topk": 1,
@@ -44,9 +44,9 @@ def test_engines_draft_by_the_trainers_heads(workspace: Path, tmp_path: Path, re
     )
     check(run_dir, _ROLLOUTS, record_property)
     check_accepted(run_dir, record_property)
-    losses = series(run_dir, "train/mtp_loss")
+    losses = series(run_dir, "train/mtp_loss")  # of 16 short responses each, whose own noise is about 0.5
     record_property("heads' loss", f"{losses[0]:.3f} to {losses[-1]:.3f}")
-    assert losses[-1] < losses[0]
+    assert losses[-1] < losses[0] - 1
 
 
 def test_engines_draft_by_a_model_of_their_own(workspace: Path, tmp_path: Path, record_property: Record) -> None:
