@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from slime.utils import device
-from tests.integration.test_train import make_workspace
+from tests.integration.tiny_run import make_workspace
 
 
 def pytest_configure() -> None:

@@ -20,7 +20,7 @@ from slime.utils import device
 from tests.gpu.test_loop import Record, check, run
 from tests.gpu.test_passes import check_same_bits, trained_model
 from tests.integration.harness import ROOT
-from tests.integration.test_train import Value
+from tests.integration.tiny_run import Value
 from tests.parallel import tiny
 
 NUM_GPUS = 1

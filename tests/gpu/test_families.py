@@ -15,7 +15,7 @@ import pytest
 from tests.gpu.test_loop import Record, check, run
 from tests.integration.harness import series
 from tests.integration.test_own_experts import LAYOUT
-from tests.integration.test_train import Value
+from tests.integration.tiny_run import Value
 
 NUM_GPUS = 1
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"

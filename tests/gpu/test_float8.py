@@ -16,7 +16,7 @@ from slime.utils.device import current_device
 from tests.gpu.test_families import write_model
 from tests.gpu.test_loop import Record, run
 from tests.integration.harness import ROOT, series
-from tests.integration.test_train import Value
+from tests.integration.tiny_run import Value
 
 NUM_GPUS = 1
 _ROLLOUTS = 2

@@ -9,7 +9,7 @@ import pytest
 
 from slime.utils import device
 from tests.integration.harness import TrainProcess, series
-from tests.integration.test_train import Value, flags
+from tests.integration.tiny_run import Value, flags
 
 NUM_GPUS = 1
 RUN_S = 420

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.gpu.test_families import agree
 from tests.gpu.test_loop import Record, check, run
-from tests.integration.test_train import Value
+from tests.integration.tiny_run import Value
 
 NUM_GPUS = 8
 _TENSOR: dict[str, Value] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

@@ -15,7 +15,7 @@ from slime.backends.megatron.layers.kernels import packed_attention
 from slime.backends.megatron.layers.same_kernels import attend
 from tests.gpu.test_loop import Record, run
 from tests.integration.harness import ROOT, series
-from tests.integration.test_train import Value
+from tests.integration.tiny_run import Value
 
 NUM_GPUS = 1
 PROBE = "rollout/push_probe_abs_diff"

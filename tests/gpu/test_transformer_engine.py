@@ -15,7 +15,7 @@ from slime.utils import device
 from tests.gpu.test_loop import Record, check, run
 from tests.gpu.test_passes import check_same_bits, micro_batch, outputs, trained_model
 from tests.integration.harness import series
-from tests.integration.test_train import Value
+from tests.integration.tiny_run import Value
 from tests.parallel import tiny
 from tests.parallel.conftest import layout_errors
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from slime.data import Sample, Status
-from tests.integration.harness import TrainProcess, series
-from tests.integration.test_train import RUN_S, Value, flags, make_workspace
+from tests.integration.harness import RUN_S, TrainProcess, series
+from tests.integration.tiny_run import Value, flags, make_workspace
 
 NUM_GPUS = 0
 pytestmark = [pytest.mark.integration, pytest.mark.full]

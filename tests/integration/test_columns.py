@@ -14,9 +14,9 @@ import torch
 from slime.data import Sample
 from slime.files.safe_dump import load_safe
 from tests import column_hooks
-from tests.integration.harness import TrainProcess, series
+from tests.integration.harness import RUN_S, TrainProcess, series
 from tests.integration.replays import training
-from tests.integration.test_train import RUN_S, Value, flags, make_workspace
+from tests.integration.tiny_run import Value, flags, make_workspace
 
 NUM_GPUS = 0
 pytestmark = [pytest.mark.integration, pytest.mark.full]

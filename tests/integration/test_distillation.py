@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.integration.harness import ROOT, TrainProcess, series
+from tests.integration.harness import ROOT, RUN_S, TrainProcess, series
 from tests.integration.strikes import back, events_of
 from tests.integration.test_faults import ASKED
-from tests.integration.test_train import RUN_S, flags, make_workspace
+from tests.integration.tiny_run import flags, make_workspace
 
 NUM_GPUS = 0
 pytestmark = [pytest.mark.integration, pytest.mark.full]

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from slime.utils.http_utils import PortReservation
-from tests.integration.harness import ROOT, TrainProcess, series
-from tests.integration.test_train import RUN_S, flags, make_workspace
+from tests.integration.harness import ROOT, RUN_S, TrainProcess, series
+from tests.integration.tiny_run import flags, make_workspace
 from tests.waiting import command_line
 
 NUM_GPUS = 0

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 from slime.backends.sglang.engine import Engine
 from slime.backends.sglang.external import KEY_VARIABLES
 from slime.files.control_file import control_file, read_control_file
-from tests.integration.harness import ROOT, TrainProcess, series
+from tests.integration.harness import ROOT, RUN_S, TrainProcess, series
 from tests.integration.test_membership import versions_of
-from tests.integration.test_train import RUN_S, flags, make_workspace
 from tests.integration.tiny import KEYS, engine_args, log_probs_of
+from tests.integration.tiny_run import flags, make_workspace
 
 NUM_GPUS = 0
 pytestmark = [pytest.mark.integration, pytest.mark.full]

@@ -20,7 +20,7 @@ from slime.backends.sglang.router import Router
 from slime.data import Sample
 from slime.utils.http_client import Http
 from tests.integration import faulty_hooks
-from tests.integration.harness import TrainProcess, read_metrics, series
+from tests.integration.harness import RUN_S, TrainProcess, read_metrics, series
 from tests.integration.strikes import (
     HANGS,
     KILLED,
@@ -37,9 +37,9 @@ from tests.integration.strikes import (
     stop_server,
     stop_tree,
 )
-from tests.integration.test_train import RUN_S, Value, flags, make_workspace
 from tests.integration.test_train_async import assert_every_prompt_once, samples_of
 from tests.integration.tiny import KEYS, engine_args
+from tests.integration.tiny_run import Value, flags, make_workspace
 from tests.waiting import command_line, wait_for_ends
 
 NUM_GPUS = 0

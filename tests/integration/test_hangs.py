@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slime.data import Sample, Status
-from tests.integration.harness import TrainProcess, series
+from tests.integration.harness import RUN_S, TrainProcess, series
 from tests.integration.strikes import HANGS, mid_rollout, stop_scheduler
 from tests.integration.test_faults import (
     ASKED,
@@ -18,7 +18,7 @@ from tests.integration.test_faults import (
     long_flags,
     warnings_of,
 )
-from tests.integration.test_train import RUN_S, Value, make_workspace
+from tests.integration.tiny_run import Value, make_workspace
 from tests.waiting import wait_for_ends
 
 NUM_GPUS = 0

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.integration.harness import TrainProcess, assert_registered, series
+from tests.integration.harness import RUN_S, TrainProcess, assert_registered, series
 from tests.integration.test_families import MIMO
-from tests.integration.test_train import RUN_S, flags, make_workspace
+from tests.integration.tiny_run import flags, make_workspace
 from tests.parallel import heads
 
 NUM_GPUS = 0

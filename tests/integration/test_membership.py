@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import TrainProcess, read_metrics, series
+from tests.integration.harness import RUN_S, TrainProcess, read_metrics, series
 from tests.integration.strikes import log_of
-from tests.integration.test_train import RUN_S, Value, flags, make_workspace
 from tests.integration.test_train_async import assert_accounted_for, assert_every_prompt_once, async_flags, samples_of
+from tests.integration.tiny_run import Value, flags, make_workspace
 
 NUM_GPUS = 0
 pytestmark = pytest.mark.integration

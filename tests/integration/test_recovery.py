@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 
 from slime.files.checkpoints import LATEST
 from tests.integration import deadly_hooks
-from tests.integration.harness import ROOT, TrainProcess, assert_registered, read_metrics, series
+from tests.integration.harness import ROOT, RUN_S, TrainProcess, assert_registered, read_metrics, series
 from tests.integration.replays import assert_same_bits
 from tests.integration.strikes import events_of, kill_server, log_of
-from tests.integration.test_train import RUN_S, Value, flags, make_workspace
 from tests.integration.test_train_async import assert_every_prompt_once, async_flags
+from tests.integration.tiny_run import Value, flags, make_workspace
 
 NUM_GPUS = 0
 pytestmark = pytest.mark.integration

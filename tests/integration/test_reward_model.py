@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.documents import example
-from tests.integration.harness import ROOT, TrainProcess, series
-from tests.integration.test_train import RUN_S, flags, make_workspace
+from tests.integration.harness import ROOT, RUN_S, TrainProcess, series
+from tests.integration.tiny_run import flags, make_workspace
 
 NUM_GPUS = 0
 pytestmark = [pytest.mark.integration, pytest.mark.full]

@@ -21,9 +21,9 @@ import pytest
 import yaml
 
 from slime.utils.http_utils import PortReservation
-from tests.integration.harness import ROOT, TrainProcess, series
-from tests.integration.test_train import RUN_S, Value, flags, make_workspace
+from tests.integration.harness import ROOT, RUN_S, TrainProcess, series
 from tests.integration.test_train_ends import assert_death_ends_the_run
+from tests.integration.tiny_run import Value, flags, make_workspace
 from tests.waiting import command_line
 
 NUM_GPUS = 0

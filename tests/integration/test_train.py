@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,16 +16,16 @@ from transformers import AutoModelForCausalLM
 
 from slime.data import Sample
 from tests.chrome_trace import assert_shows, read_chrome, roles, seconds_of_lanes
-from tests.integration.harness import ROOT, RUN_S, TrainProcess, assert_registered, read_metrics, read_traces, series
+from tests.integration.harness import RUN_S, TrainProcess, assert_registered, read_metrics, read_traces, series
 from tests.integration.replays import assert_same_bits, check_dumps, training
 from tests.integration.strikes import back, events_of, kill_server
 from tests.integration.tiny import log_probs_of
+from tests.integration.tiny_run import ROLLOUTS, Value, flags, make_workspace
 from tools import make_trace
 
 NUM_GPUS = 0
 pytestmark = pytest.mark.integration
 
-_ROLLOUTS = 3
 _OWN = {"driver", "rollout_manager", "trainer_0"}
 _KEY = "key-of-a-tracker-0123456789"
 _MODELS = """
@@ -57,69 +53,6 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_workspace(tmp_path_factory.mktemp("train"))
 
 
-def make_workspace(path: Path) -> Path:
-    """A tiny model with random weights and a few addition problems."""
-    tiny = [str(path / "model"), "--num-layers", "2", "--hidden-size", "64"]
-    subprocess.run(
-        [sys.executable, str(ROOT / "tools/make_tiny_model.py"), *tiny],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        timeout=300,
-    )
-    rng = random.Random(torch.seed())
-    for name, count in (("train", 10), ("eval", 6)):
-        pairs = [(rng.randrange(100), rng.randrange(100)) for _ in range(count)]
-        rows = [{"prompt": [{"role": "user", "content": f"{a}+{b}="}], "label": str(a + b)} for a, b in pairs]
-        (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-Value = str | int | bool | list[str] | None
-
-
-def flags(workspace: Path, run_dir: Path, **changes: Value) -> list[str]:
-    """The command line of a tiny run; ``changes`` are flags by their names, None takes one out, True is a switch."""
-    values: dict[str, Value] = {
-        "hf-checkpoint": str(workspace / "model"),
-        "run-dir": str(run_dir),
-        "prompt-data": str(workspace / "train.jsonl"),
-        "input-key": "prompt",
-        "label-key": "label",
-        "apply-chat-template": True,
-        "rollout-shuffle": True,
-        "rm-type": "random",
-        "num-rollout": _ROLLOUTS,
-        "rollout-batch-size": 4,
-        "n-samples-per-prompt": 4,
-        "rollout-max-response-len": 8,
-        "use-dynamic-batch-size": True,
-        "max-tokens-per-gpu": 256,
-        "advantage-estimator": "grpo",
-        "use-kl-loss": True,
-        "kl-loss-coef": "0.01",
-        "kl-loss-type": "low_var_kl",
-        "ref-load": str(workspace / "model"),
-        "lr": "1e-3",
-        "lr-decay-style": "constant",
-        "fp32": True,
-        "seed": 7,
-        "actor-num-gpus-per-node": 1,
-        "colocate": True,
-        "update-weight-buffer-size": 1_000_000,  # several buckets, as a large model has
-        "sglang-enable-deterministic-inference": True,
-        "sglang-uvicorn-access-log-exclude-prefixes": "/health",  # tests count requests in the log
-        "ci-test": True,
-    }
-    values |= {name.replace("_", "-"): value for name, value in changes.items()}
-    line: list[str] = []
-    for name, value in values.items():
-        if value is None or value is False:
-            continue
-        words = [] if value is True else value if isinstance(value, list) else [str(value)]
-        line += [f"--{name}", *words]
-    return line
-
-
 @pytest.fixture(scope="module")
 def colocated(workspace: Path) -> Path:
     """The directory of one uninterrupted colocated run with checkpoints, evaluation and dumped samples, in which the
@@ -134,7 +67,7 @@ def colocated(workspace: Path) -> Path:
         save_interval=1,
         save_hf=str(run_dir / "hf_{rollout_id}"),
         save_debug_rollout_data=str(run_dir / "samples_{rollout_id}.pt"),
-        eval_interval=_ROLLOUTS,
+        eval_interval=ROLLOUTS,
         eval_prompt_data=["add", str(workspace / "eval.jsonl")],
         n_samples_per_eval_prompt=2,
         log_multi_turn=True,
@@ -158,10 +91,10 @@ def _run(line: list[str], log: Path) -> None:
 
 def test_colocated_run_trains_and_agrees_with_the_engine(colocated: Path) -> None:
     differences = series(colocated, "train/train_rollout_logprob_abs_diff")
-    assert len(differences) == _ROLLOUTS
+    assert len(differences) == ROLLOUTS
     assert max(differences) < 1e-4
     probes = series(colocated, "rollout/push_probe_abs_diff")
-    assert len(probes) == 1 + _ROLLOUTS
+    assert len(probes) == 1 + ROLLOUTS
     assert max(probes) < 1e-4
     # Of the first, without a KL, chance may make it 0: where in each group all responses have the same reward.
     assert all(x > 0 for x in series(colocated, "train/grad_norm")[1:])
@@ -180,7 +113,7 @@ def test_colocated_run_trains_and_agrees_with_the_engine(colocated: Path) -> Non
 
 
 def test_every_process_tells_where_its_time_goes(colocated: Path) -> None:
-    traces, rollouts = read_traces(colocated), range(_ROLLOUTS)
+    traces, rollouts = read_traces(colocated), range(ROLLOUTS)
     engines = ["engine_0_actor", "reference_engine_0_actor"]
     assert list(traces) == ["driver", engines[0], engines[1], "rollout_manager", "trainer_0"]
 
@@ -212,11 +145,11 @@ def test_a_trace_for_perfetto_shows_all_of_them(colocated: Path, tmp_path: Path)
     assert seconds["between"] < 0.01 * sum(seconds.values()), seconds
     in_memory = [event["args"]["host"] for event in events if event["ph"] == "C"]
     assert all(0.1 < gib < 64 for gib in in_memory)
-    assert len(in_memory) >= 4 * _ROLLOUTS
+    assert len(in_memory) >= 4 * ROLLOUTS
     requests = [line for line in traces["rollout_manager"] if line["name"] == "rollout/request"]
     assert {line["finish_reason"] for line in requests} <= {"stop", "length"}
     assert sum(line["completion_tokens"] for line in requests if line.get("rollout") == 0) > 4 * 4
-    samples = torch.load(colocated / f"samples_{_ROLLOUTS - 1}.pt", weights_only=True)["samples"]
+    samples = torch.load(colocated / f"samples_{ROLLOUTS - 1}.pt", weights_only=True)["samples"]
     for sample in samples:
         recorded = [(event["type"], event["name"]) for event in sample["trace"]["events"]]
         assert recorded[:2] == [("span_start", "rollout/generating"), ("span_end", "rollout/generating")]
@@ -238,7 +171,7 @@ def test_a_model_that_is_not_trained_keeps_its_weights_behind_a_router_of_its_ow
     workspace: Path, colocated: Path
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(workspace / "model").eval()
-    samples = torch.load(colocated / f"samples_{_ROLLOUTS - 1}.pt", weights_only=True)["samples"]
+    samples = torch.load(colocated / f"samples_{ROLLOUTS - 1}.pt", weights_only=True)["samples"]
     for sample in samples[::4]:
         tokens, length = sample["tokens"], sample["response_length"]
         expected = log_probs_of(model, tokens[:-length], tokens[-length:])
@@ -258,9 +191,9 @@ def test_no_file_of_a_run_has_a_key_of_its_command_line(workspace: Path, colocat
 
 
 def test_checkpoints_are_complete_and_load_in_transformers(colocated: Path) -> None:
-    assert (colocated / "latest_checkpointed_iteration.txt").read_text().strip() == str(_ROLLOUTS - 1)
+    assert (colocated / "latest_checkpointed_iteration.txt").read_text().strip() == str(ROLLOUTS - 1)
     assert not list(colocated.glob(".iter_*"))
-    first, last = (AutoModelForCausalLM.from_pretrained(colocated / f"hf_{i}").state_dict() for i in (0, _ROLLOUTS - 1))
+    first, last = (AutoModelForCausalLM.from_pretrained(colocated / f"hf_{i}").state_dict() for i in (0, ROLLOUTS - 1))
     assert any(not torch.equal(first[name], last[name]) for name in first)
 
 
@@ -298,7 +231,7 @@ def test_a_resumed_run_that_loses_trainer_and_engine_equals_the_uninterrupted_on
         load=str(run_dir),
         save_debug_rollout_data=str(run_dir / "samples_{rollout_id}.pt"),
         save_hf=str(run_dir / "hf_{rollout_id}"),
-        save_interval=_ROLLOUTS,
+        save_interval=ROLLOUTS,
         trainer_snapshot_interval=1,
         num_rollout=100,
         deterministic_mode=True,
@@ -309,7 +242,7 @@ def test_a_resumed_run_that_loses_trainer_and_engine_equals_the_uninterrupted_on
         process.wait_until(lambda: events_of(run_dir, "trainer_died"), RUN_S, "the trainer that was killed", 0.02)
         kill_server(run_dir, 0)
         process.wait_until(lambda: back(run_dir, "engine 0"), RUN_S, "the engine that was killed")
-        process.wait_until(lambda: _has_trained(run_dir, _ROLLOUTS), RUN_S, "the steps to compare")
+        process.wait_until(lambda: _has_trained(run_dir, ROLLOUTS), RUN_S, "the steps to compare")
         process.kill(signal.SIGINT)
         assert process.wait(RUN_S) == 128 + signal.SIGINT, process.tail()
         process.assert_no_process_left()
@@ -324,7 +257,7 @@ def test_a_resumed_run_that_loses_trainer_and_engine_equals_the_uninterrupted_on
     assert (origin is not None and not Path(origin[1]).exists()) or "as the run began" in event["action"]
     said = (workspace / "resumed.log").read_text().splitlines()
     assert f"training goes on from {run_dir / 'iter_0000000'} (--load)" in said
-    assert_same_bits(run_dir, colocated, range(1, _ROLLOUTS))
+    assert_same_bits(run_dir, colocated, range(1, ROLLOUTS))
 
 
 @pytest.mark.full
@@ -340,9 +273,9 @@ def test_saved_rollouts_replay_to_the_same_steps_bit_for_bit(workspace: Path, co
         save_hf=str(run_dir / "hf_{rollout_id}"),
     )
     _run(line, workspace / "replay.log")
-    assert len(training(run_dir)) == _ROLLOUTS
+    assert len(training(run_dir)) == ROLLOUTS
     assert training(run_dir) == training(colocated)
-    for rollout_id in range(_ROLLOUTS):
+    for rollout_id in range(ROLLOUTS):
         live, again = (load_file(path / f"hf_{rollout_id}" / "model.safetensors") for path in (colocated, run_dir))
         assert live.keys() == again.keys()
         assert all(torch.equal(live[name], again[name]) for name in live)
@@ -370,16 +303,16 @@ def test_resume_after_a_killed_driver_equals_the_uninterrupted_run(workspace: Pa
         process.wait(10)
         process.assert_no_process_left()
     resumed_at = int(latest.read_text()) + 1
-    assert resumed_at < _ROLLOUTS, "killed too late to show a resume"
+    assert resumed_at < ROLLOUTS, "killed too late to show a resume"
 
     _run(line, workspace / "went_on.log")
-    assert latest.read_text().strip() == str(_ROLLOUTS - 1)
-    assert_same_bits(run_dir, colocated, range(_ROLLOUTS))
+    assert latest.read_text().strip() == str(ROLLOUTS - 1)
+    assert_same_bits(run_dir, colocated, range(ROLLOUTS))
 
     late = run_dir / "asked_for_later"
     _run([*line, "--save-hf", str(late)], workspace / "late.log")
     assert "nothing is left but writing the exports that are missing" in (workspace / "late.log").read_text()
-    files = [directory / "model.safetensors" for directory in (colocated / f"hf_{_ROLLOUTS - 1}", late)]
+    files = [directory / "model.safetensors" for directory in (colocated / f"hf_{ROLLOUTS - 1}", late)]
     expected, found = map(load_file, files)
     assert all(torch.allclose(found[name], tensor, atol=1e-6) for name, tensor in expected.items())
     _run([*line, "--save-hf", str(late)], workspace / "over.log")
@@ -392,7 +325,7 @@ def test_disaggregated_run_with_two_trainers(workspace: Path) -> None:
     slots: dict[str, Value] = {"colocate": None, "actor_num_gpus_per_node": 2, "rollout_num_gpus": 1}
     _run(flags(workspace, run_dir, check_weight_update_equal=True, **slots), workspace / "disaggregated.log")
     differences = series(run_dir, "train/train_rollout_logprob_abs_diff")
-    assert len(differences) == _ROLLOUTS
+    assert len(differences) == ROLLOUTS
     assert max(differences) < 1e-4
 
 
@@ -405,15 +338,15 @@ def test_adapters_alone_give_the_engine_the_trainers_log_probs(workspace: Path) 
     line = flags(workspace, run_dir, save=str(run_dir), save_hf=merged, **adapters, **asked)
     _run(line, workspace / "adapters.log")
     differences = series(run_dir, "train/train_rollout_logprob_abs_diff")
-    assert len(differences) == _ROLLOUTS
+    assert len(differences) == ROLLOUTS
     assert max(differences) < 1e-4
     assert series(run_dir, "train/kl_loss")[0] == 0.0
     assert series(run_dir, "train/kl_loss")[-1] > 0.0
     saved = load_file(run_dir / "adapters" / "adapter_model.safetensors")
     pushed = series(run_dir, "perf/update_weights_wire_bytes")
-    assert pushed == [sum(tensor.nbytes for tensor in saved.values())] * (_ROLLOUTS + 1)
+    assert pushed == [sum(tensor.nbytes for tensor in saved.values())] * (ROLLOUTS + 1)
 
-    twice = flags(workspace, run_dir, load=str(run_dir), hf_checkpoint=merged, num_rollout=_ROLLOUTS + 1, **adapters)
+    twice = flags(workspace, run_dir, load=str(run_dir), hf_checkpoint=merged, num_rollout=ROLLOUTS + 1, **adapters)
     with TrainProcess(twice, workspace / "twice.log") as process:
         assert process.wait(RUN_S) == 2, process.tail()
         process.assert_no_process_left()
@@ -431,9 +364,9 @@ def test_ppo_trains_both_models_and_a_resumed_run_equals_the_uninterrupted_one(w
     # The first rollout trains the critic alone: the actor's loss begins with the second one.
     critic = ("train/critic-value_loss", "train/critic-grad_norm")
     assert {key: len(series(whole, key)) for key in (*critic, "train/pg_loss")} == {
-        critic[0]: _ROLLOUTS,
-        critic[1]: _ROLLOUTS,
-        "train/pg_loss": _ROLLOUTS - 1,
+        critic[0]: ROLLOUTS,
+        critic[1]: ROLLOUTS,
+        "train/pg_loss": ROLLOUTS - 1,
     }
     assert all(norm > 0 for norm in series(whole, critic[1]))
     assert max(series(whole, "train/train_rollout_logprob_abs_diff")) < 1e-4
@@ -445,7 +378,7 @@ def test_ppo_trains_both_models_and_a_resumed_run_equals_the_uninterrupted_one(w
         (directory / "latest_checkpointed_iteration.txt").write_text("0")
     _run(flags(workspace, resumed, save=str(resumed), load=str(resumed), **changes), workspace / "ppo_resumed.log")
     for key in (*critic, "train/pg_loss"):
-        expected = series(whole, key)[1 - _ROLLOUTS :]
+        expected = series(whole, key)[1 - ROLLOUTS :]
         assert series(resumed, key) == pytest.approx(expected, rel=1e-5, abs=1e-7), key
 
 
@@ -501,11 +434,11 @@ def test_disk_transport_with_two_steps_a_rollout_and_two_eval_sets(workspace: Pa
     sets = ["one", str(workspace / "eval.jsonl"), "two", f"{workspace / 'eval.jsonl'}@[0:2]"]
     changes: dict[str, Value] = {"update_weight_transport": "disk", "num_steps_per_rollout": 2, "eval_interval": 1}
     _run(flags(workspace, run_dir, eval_prompt_data=sets, **changes), workspace / "disk.log")
-    assert len(series(run_dir, "train/loss")) == 2 * _ROLLOUTS
-    assert len(series(run_dir, "eval/one")) == len(series(run_dir, "eval/two")) == _ROLLOUTS + 1
+    assert len(series(run_dir, "train/loss")) == 2 * ROLLOUTS
+    assert len(series(run_dir, "eval/one")) == len(series(run_dir, "eval/two")) == ROLLOUTS + 1
     # The first of the two steps is on policy, and the ratio exactly 1; the second is not.
     clipped, drift = series(run_dir, "train/pg_clipfrac"), series(run_dir, "train/ppo_kl")
-    assert clipped[0::2] == drift[0::2] == [0.0] * _ROLLOUTS
+    assert clipped[0::2] == drift[0::2] == [0.0] * ROLLOUTS
     assert all(drift[1::2])
     assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
 

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime.data import Sample
-from tests.integration.harness import TrainProcess, assert_registered, read_metrics, series
-from tests.integration.test_train import RUN_S, Value, flags, make_workspace
+from tests.integration.harness import RUN_S, TrainProcess, assert_registered, read_metrics, series
 from tests.integration.tiny import log_probs_of
+from tests.integration.tiny_run import Value, flags, make_workspace
 
 NUM_GPUS = 0
 pytestmark = pytest.mark.integration

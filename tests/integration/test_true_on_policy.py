@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import ROOT, TrainProcess, series
-from tests.integration.test_train import RUN_S, Value, flags, make_workspace
+from tests.integration.harness import ROOT, RUN_S, TrainProcess, series
+from tests.integration.tiny_run import Value, flags, make_workspace
 
 NUM_GPUS = 0
 pytestmark = [pytest.mark.integration, pytest.mark.full]
