@@ -154,6 +154,13 @@ def test_keys_open_what_they_should_and_are_in_no_log(service: Service) -> None:
         assert not any(key in command_line(process) for key in KEYS)
 
 
+def test_schedulers_do_not_import_megatron(service: Service) -> None:
+    """Which says so in the log, as it finds no Transformer Engine."""
+    log = (service.args.run_dir / "engine_0.log").read_text()
+    assert "Init torch distributed ends" in log  # of the scheduler, whose imports are done
+    assert "Megatron" not in log
+
+
 def test_servers_listen_where_they_are_reached_and_nowhere_else(service: Service) -> None:
     """The store of their ranks and the router's metrics too."""
     assert service.router._process is not None

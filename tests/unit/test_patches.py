@@ -161,7 +161,7 @@ CPU, ALL = (
     {
         *("stand_ins", "nothing_to_synchronize", "sampling_seeds", "memory_files", "forked_processes", "no_nccl"),
     },
-    {"rendezvous", "keys_in_answers", "beating_schedulers", "noted_loads"},
+    {"rendezvous", "keys_in_answers", "beating_schedulers", "noted_loads", "no_megatron"},
 )
 
 

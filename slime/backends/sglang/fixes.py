@@ -177,6 +177,16 @@ def find_experts_in_turn() -> None:
     layer.FusedMoE.make_expert_params_mapping = staticmethod(lambda *args, **kwargs: RecentFirst(make(*args, **kwargs)))
 
 
+def leave_out_megatron() -> None:
+    """Has SGLang's dumper of tensors, which every scheduler imports, not import Megatron, which is here for trainers: a
+    second or more of each start, and 150 MB of a process that has nothing of Megatron's to dump."""
+    sys.modules["megatron"] = None  # type: ignore[assignment]  # importing it fails, as the dumper allows
+    try:
+        importlib.import_module("sglang.srt.debug_utils.dumper")
+    finally:
+        del sys.modules["megatron"]
+
+
 def sample_in_one_pass() -> None:
     """Draws tokens, and takes their log-probs, in one pass over the logits, in the place of ten: a seventh of what a
     token of 256 requests of a small model takes. By SGLang's registry of samplers."""

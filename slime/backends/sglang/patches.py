@@ -206,6 +206,7 @@ EVERY_PROCESS: tuple[Patch[ServerFacts], ...] = (
         " of a run that is not deterministic and a model without multi-latent attention",
         lambda server: not server.equal_bits and "kv_lora_rank" not in server.model,
     ),
+    _sglang("no_megatron", _EVERY, "SGLang's dumper imports it when it dumps.", fixes.leave_out_megatron),
     _sglang("noted_loads", _EVERY, "SGLang tells which names and bytes a load has written.", load_record.record_loads),
     *map(_routers_of, fixes.FLOAT32_ROUTERS),
     _sglang(
