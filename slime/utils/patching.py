@@ -12,6 +12,7 @@ import importlib.metadata
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -125,6 +126,20 @@ def within(patch: Patch[Facts], facts: Facts) -> Iterator[None]:
         for needed in due([patch], facts):
             stack.enter_context(needed.apply())
         yield
+
+
+@contextlib.contextmanager
+def hidden(*modules: str) -> Iterator[None]:
+    """Within the block, to import one of these modules is an ImportError, whether it is installed or not."""
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(dict.fromkeys(before))  # type: ignore[arg-type]  # None: importing it fails
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module
 
 
 def allow_untested_versions() -> None:

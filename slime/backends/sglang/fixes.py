@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 from slime.backends.sglang import sampling
 from slime.processes.kernel import with_id
 from slime.processes.server_process import server_secrets
+from slime.utils import patching
 from slime.utils.http_client import CARRIED
 from slime.utils.http_utils import redact
 
@@ -180,11 +181,8 @@ def find_experts_in_turn() -> None:
 def leave_out_megatron() -> None:
     """Has SGLang's dumper of tensors, which every scheduler imports, not import Megatron, which is here for trainers: a
     second or more of each start, and 150 MB of a process that has nothing of Megatron's to dump."""
-    sys.modules["megatron"] = None  # type: ignore[assignment]  # importing it fails, as the dumper allows
-    try:
+    with patching.hidden("megatron"):
         importlib.import_module("sglang.srt.debug_utils.dumper")
-    finally:
-        del sys.modules["megatron"]
 
 
 def sample_in_one_pass() -> None:
