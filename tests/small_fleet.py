@@ -9,6 +9,7 @@ from slime.driver.rollout_manager import RolloutManager
 from slime.fleet.routers import Routers
 from slime.fleet.spec import EngineSpec, ModelSpec
 from slime.rollout.batches.reward_log import RewardLog
+from slime.rollout.batches.warmup_log import WarmupLog
 from slime.rollout.runtime import RolloutRuntime
 
 ACTOR = ModelSpec("actor", "to generate", "model", trained=True, tolerates_loss=True, generates=True)
@@ -38,6 +39,6 @@ def bare_manager(args: Namespace, runtime: RolloutRuntime, **parts: Any) -> Roll
     """One without the functions that ``args`` name, without data and without engines, but for ``parts``."""
     manager = RolloutManager.__new__(RolloutManager)
     own = {"args": args, "runtime": runtime, "routers": Routers(args, None, runtime), "reward_log": RewardLog()}
-    own |= {"data_source": None, "made": {}, "under_way": {}, "num_cancels": 0}
+    own |= {"warmup_log": WarmupLog(), "data_source": None, "made": {}, "under_way": {}, "num_cancels": 0}
     vars(manager).update({f"_{name}": value for name, value in (own | parts).items()})
     return manager

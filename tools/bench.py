@@ -100,6 +100,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     if (present := device.count()) < options.gpus:
         print(f"bench: error: --gpus {options.gpus}: GPUs that torch sees on this host: {present}", file=sys.stderr)
+        if not present:
+            print("bench: tools/bench_rollout_load.py, and scripts/quickstart.sh, measure without any", file=sys.stderr)
         return 1
     published = options.num_layers is None and options.hf_checkpoint is None
     report = Report(command_of(options), time.monotonic() + options.budget_s, options.output, published)

@@ -88,11 +88,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     commands.add_parser("check", help="compare predictions with what was measured", allow_abbrev=False)
     commands.add_parser("costs", help="print what predictions are made of, with sources", allow_abbrev=False)
     options = parser.parse_args(argv)
-    if options.command == "step":
-        try:
-            options.plan = plan_of(options)
-        except (ValueError, OSError) as error:
-            step.error(" ".join(str(error).split()))
     return options
 
 
@@ -177,7 +172,7 @@ def check() -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0; 1 where a check fails."""
+    """Exit status 0; 1 where a check fails, 2 where what is asked for cannot be."""
     options = parse(argv)
     if options.command == "check":
         return check()
@@ -185,7 +180,11 @@ def main(argv: list[str] | None = None) -> int:
         for name, cost in COSTS.items():
             print(f"{name:<20} {cost.value:>10.4g} {cost.unit:<32} {cost.source}")
         return 0
-    step = simulate(options.plan)
+    try:
+        step = simulate(plan_of(options))
+    except (ValueError, OSError) as error:
+        print(f"simulate.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     print(json.dumps(step.report(), indent=1) if options.json else "\n".join(table(step)))
     return 0
 

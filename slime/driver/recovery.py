@@ -80,7 +80,7 @@ class Recovery:
         seconds = time.monotonic() - noticed
         self._tell(lost, version, f"made anew {origin}; going on with rollout {rollout_id}", seconds)
         self.restarts.seconds += seconds
-        say(f"trainers are back after {seconds:.0f} s, {origin}: going on with rollout {rollout_id + 1}")
+        say(f"trainers are back after {seconds:.0f} s, {origin}: going on with rollout {rollout_id}, counted from 0")
         return rollout_id
 
     def _check(self, lost: LostError) -> None:

@@ -36,6 +36,7 @@ from slime.rollout.batches.metrics import accounting, sample_metrics
 from slime.rollout.batches.reward_log import RewardLog
 from slime.rollout.batches.staleness import renew_stale, staleness_metrics
 from slime.rollout.batches.train_data import to_train_batches
+from slime.rollout.batches.warmup_log import WarmupLog
 from slime.rollout.engine.loop import background_loop
 from slime.rollout.evaluation import eval_metrics, evaluation_output, load_eval_prompts, warn_of_unscored
 from slime.rollout.runtime import RolloutRuntime
@@ -80,7 +81,7 @@ class RolloutManager:
         self._drawn: dict[int, list[Group]] = {}
         self._made: dict[int, list[Sample]] = {}
         """Rollouts that no trainer has taken yet."""
-        self._reward_log = RewardLog()
+        self._reward_log, self._warmup_log = RewardLog(), WarmupLog()
         self._under_way: dict[object, str] = {}
         """What each call is about."""
         self._num_cancels = 0
@@ -144,6 +145,7 @@ class RolloutManager:
             with span("rollout/samples", rollout=rollout_id) as generated, self._routers.working():
                 samples, metrics = self._samples(rollout_id)
             self._made[rollout_id] = samples
+            self._warmup_log.check(args, rollout_id, metrics)
             metrics.setdefault("perf/rollout_time", generated.seconds)
             with span("rollout/convert", rollout=rollout_id) as converted:
                 metrics |= sample_metrics(args, samples)

@@ -12,6 +12,7 @@ from slime.utils.calls import Call
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 FULLY_ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
+_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 _WITHOUT_BUFFER = (
     *("slime.rollout.data_source.RolloutDataSource", "slime.data.source.data_source.RolloutDataSource"),
     "slime.data.RolloutDataSource",
@@ -249,6 +250,13 @@ RULES = (
         "and",
         "deterministic_mode sglang_disable_radix_cache",
         " do not go together: engines then keep nothing of a prompt; drop one",
+    ),
+    Rule(
+        "rollout_prefix_warmup",
+        "has no effect without",
+        "n_samples_per_prompt>1 n_samples_per_eval_prompt>1",
+        ": a prompt is computed once anyway",
+        when=f"!eval_config data_source_path={written(_SOURCE, *_WITHOUT_BUFFER)}",
     ),
     Rule(
         "rollout_prefix_warmup",

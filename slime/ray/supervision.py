@@ -348,7 +348,10 @@ def _check_ray(phase: str, grace: float = 0.0) -> None:
 
 
 def _grace_of(error: RayError) -> float:
-    return _ENGINE_GRACE_S if isinstance(getattr(error, "cause", None), EngineError) else _GRACE_S
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, BadInputError):
+        return 0.0  # whoever died, a bad row is bad
+    return _ENGINE_GRACE_S if isinstance(cause, EngineError) else _GRACE_S
 
 
 def _error_of(ref: ray.ObjectRef) -> RayError | None:

@@ -120,6 +120,9 @@ def test_a_host_of_too_few_gpus_is_told(
     monkeypatch.setattr(bench.device, "count", lambda: 1)
     assert bench.main(["step", "--gpus", "2", "--log-dir", str(tmp_path / "logs")]) == 1
     assert capsys.readouterr().err == "bench: error: --gpus 2: GPUs that torch sees on this host: 1\n"
+    monkeypatch.setattr(bench.device, "count", lambda: 0)
+    assert bench.main(["step", "--log-dir", str(tmp_path / "logs")]) == 1
+    assert "tools/bench_rollout_load.py, and scripts/quickstart.sh, measure without any" in capsys.readouterr().err
     assert not (tmp_path / "logs").exists()
 
 

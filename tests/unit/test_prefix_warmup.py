@@ -13,6 +13,7 @@ import pytest
 from slime.data import Group, Sample, Status
 from slime.entry.arguments import parse_args
 from slime.rollout.base_types import flatten_samples
+from slime.rollout.batches.warmup_log import WarmupLog
 from slime.rollout.engine.loop import background_loop
 from slime.rollout.groups.group import GroupRun
 from slime.rollout.sglang_rollout import generate_and_rm_group
@@ -22,6 +23,7 @@ from tests.fake_client import FakeClient, hook_file, reply, rollout
 
 NUM_GPUS = 0
 
+LogCapture = pytest.LogCaptureFixture
 Args = Callable[..., Namespace]
 Use = Callable[..., FakeClient]
 SUPERVISED = "slime.rollout.sft_rollout.generate_rollout"
@@ -199,9 +201,44 @@ def test_not_once_the_rollout_ends(make_args: Args, use: Use, monkeypatch: pytes
         ("--deterministic-mode", "and --deterministic-mode do not go together: engines then keep nothing of a prompt"),
         ("--sglang-disable-radix-cache", "and --sglang-disable-radix-cache do not go together"),
         ("--router-policy round_robin", "needs --router-policy cache_aware: others do not send"),
+        (
+            "--n-samples-per-prompt 1 --disable-rewards-normalization",
+            "has no effect without --n-samples-per-prompt above 1 or --n-samples-per-eval-prompt above 1: a prompt is "
+            "computed once anyway",
+        ),
         (f"--rollout-function-path {SUPERVISED}", f"is for slime's own rollouts: --rollout-function-path {SUPERVISED}"),
     ],
 )
 def test_where_it_could_do_nothing_it_is_refused(words: str, told: str, fails: Fails) -> None:
     assert f"--rollout-prefix-warmup {told}" in fails(f"--rollout-prefix-warmup {words}")
     assert parse_args(command("--rollout-prefix-warmup")).rollout_prefix_warmup
+
+
+@pytest.mark.usefixtures("launch_directory")
+@pytest.mark.parametrize(
+    "words",
+    ["--eval-config eval.yaml --eval-interval 1", "--data-source-path own.py:Source", "--n-samples-per-eval-prompt 4"],
+)
+def test_single_samples_are_no_reason_where_groups_may_have_more(words: str, launch_directory: Path) -> None:
+    (launch_directory / "own.py").write_text("class Source:\n    def __init__(self, args): pass\n")
+    rows = launch_directory / "rows.jsonl"
+    rows.write_text('{"prompt": "3", "label": "3"}\n')
+    (launch_directory / "eval.yaml").write_text(
+        f"eval: {{datasets: [{{name: a, path: {rows}, n_samples_per_eval_prompt: 4}}]}}\n"
+    )
+    single = "--rollout-prefix-warmup --n-samples-per-prompt 1 --disable-rewards-normalization --rm-type math"
+    assert parse_args(command(f"{single} {words}")).rollout_prefix_warmup
+
+
+@pytest.mark.parametrize(
+    ("hits", "told"),
+    [([0.0] * 5, [0, 1, 3]), ([0.2, 0.0], [1]), ([None], [])],
+    ids=["nothing found", "once", "not known"],
+)
+def test_what_was_no_use_is_told_of(hits: list[float | None], told: list[int], caplog: LogCapture) -> None:
+    log, args = WarmupLog(), Namespace(rollout_prefix_warmup=True)
+    for number, rate in enumerate(hits):
+        log.check(args, number, {} if rate is None else {"rollout/prefix_cache_hit_rate": rate})
+    log.check(Namespace(rollout_prefix_warmup=False), 9, {"rollout/prefix_cache_hit_rate": 0.0})
+    begin = "--rollout-prefix-warmup was no use: engines had nothing of any prompt"
+    assert [text.partition(begin)[0] for text in caplog.messages] == [f"rollout {number}: " for number in told]

@@ -174,7 +174,8 @@ def test_the_rollout_manager_tells(
 ) -> None:
     monkeypatch.setattr(rollout_manager.ray, "put", lambda batch: batch)
     tracking = dict.fromkeys(("log_passrate", "log_multi_turn", "log_reward_category", "log_correct_samples"))
-    args = make_args(**tracking, **SHOWN, custom_rollout_log_function_path=None, custom_rm_path=None)
+    given = {"custom_rollout_log_function_path": None, "custom_rm_path": None, "rollout_prefix_warmup": False}
+    args = make_args(**tracking, **SHOWN, **given)
     samples = make_samples(groups=2)
     for sample in samples:
         sample.reward = 0.0

@@ -11,8 +11,10 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from slime.backends.sglang.client import EngineError
+from slime.data.rows.messages import RowError
 from slime.ray import supervision
 from slime.ray.supervision import Deadline, RunError, Supervisor
+from slime.utils.errors import HookError
 
 NUM_GPUS = 0
 LIMIT = Deadline(60.0)
@@ -98,6 +100,12 @@ def test_a_death_is_the_root_cause_of_the_call_that_failed_with_it(late: int) ->
     run = Survivors(trainer=Ref(RayActorError(), late), engine=Ref(ready_at=NEVER))
     with pytest.raises(RunError, match=r"^sleep: the process of trainer died: "):
         run.wait(manager=Ref("fine"), engine=Ref(failure(ConnectionError("connection reset"))))
+
+
+def test_bad_input_is_told_of_at_once() -> None:
+    """No death explains a bad row, as it may what failed of anything else."""
+    graces = [supervision._grace_of(failure(kind("why"))) for kind in (RowError, HookError, EngineError)]
+    assert graces == [0.0, 5.0, 20.0]
 
 
 def test_an_engine_whose_call_failed_with_its_death_is_lost_once() -> None:

@@ -72,7 +72,8 @@ class TokenCosts:
         if fits < 1:
             raise ValueError(
                 f"an engine of {plan.engine_gpus} {plan.gpu.name} has no room for {plan.model.name}: "
-                f"{weights / gib:.0f} GiB of weights a GPU, of {plan.static * plan.gpu.memory_gib:.0f} GiB"
+                f"{weights / gib:.0f} GiB of weights a GPU, of {plan.static * plan.gpu.memory_gib:.0f} GiB: raise "
+                f"--rollout-num-gpus-per-engine"
             )
         return min(plan.concurrency, fits)
 

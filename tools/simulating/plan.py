@@ -87,6 +87,12 @@ class Plan:
         ):
             if whole % part:
                 raise ValueError(f"{whole} {name} are not a multiple of {part}")
+        samples, least = len(self.responses) // self.steps, self.dp * (layout.pp if layout.vpp > 1 else 1)
+        if samples < least:
+            raise ValueError(
+                f"{samples} samples of an optimizer step are too few for {least} micro-batches, which {self.dp} "
+                f"data-parallel ranks need: raise --rollout-batch-size or --n-samples-per-prompt"
+            )
         if layout.ep > 1 and not shape.num_moe_layers:
             raise ValueError(f"{self.model.name} has no experts to be parallel over {layout.ep} ranks")
         if self.colocate and self.engines * self.engine_gpus != self.trainers:

@@ -61,7 +61,7 @@ def _check(args: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:
         else:
             args, data = _check_prompts(args)
     except BadInputError as error:
-        raise InputError(f"{LOAD_DATA}: {' '.join(str(error).split())}") from None
+        raise InputError(f"{LOAD_DATA}: {error}") from None
     except SlimeError as error:
         raise RunError(f"{LOAD_DATA}: {error}") from None
     host: list[str] = []

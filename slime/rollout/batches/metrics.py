@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PREFIX_HITS = "rollout/prefix_cache_hit_rate"
 ZERO_STD = "rollout/zero_std"
 """What the metrics of groups of equal rewards begin with."""
 _PASSED = 1
@@ -172,7 +173,7 @@ def engine_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     prompt_tokens = sum(s.prefix_cache_info.total_prompt_tokens for s in samples)
     if prompt_tokens:
         cached = sum(s.prefix_cache_info.cached_tokens for s in samples)
-        metrics["rollout/prefix_cache_hit_rate"] = cached / prompt_tokens
+        metrics[PREFIX_HITS] = cached / prompt_tokens
         metrics["rollout/avg_cached_tokens_per_sample"] = cached / len(samples)
     drafted = sum(s.spec_info.spec_draft_token_num for s in samples)
     verified = sum(s.spec_info.spec_verify_ct for s in samples)

@@ -1,0 +1,33 @@
+"""Telling of ``--rollout-prefix-warmup`` where it is no use."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Mapping
+
+from slime.observability.logs import should_log
+from slime.rollout.batches.metrics import PREFIX_HITS
+
+logger = logging.getLogger(__name__)
+
+
+class WarmupLog:
+    """Warns of rollouts for which engines had nothing of any prompt: of the first, and then of every power of two."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def check(self, args: Namespace, rollout_id: int, metrics: Mapping[str, float]) -> None:
+        """Warn of a rollout by its metrics, or only count it; one whose requests are a user's own tells nothing."""
+        if not args.rollout_prefix_warmup or metrics.get(PREFIX_HITS) != 0:
+            return
+        self._count += 1
+        if should_log(self._count):
+            logger.warning(
+                "rollout %d: --rollout-prefix-warmup was no use: engines had nothing of any prompt in their caches (%s "
+                "is 0). They keep none for deterministic inference with other attention than fa3, fa4 or triton, and "
+                "for some models; engine_0.log has why under 'radix cache' or 'Tree cache'. Drop the flag, or that",
+                rollout_id,
+                PREFIX_HITS,
+            )
