@@ -316,10 +316,10 @@ class Supervisor:
             return RunError(f"{phase}: {who} ended its watch without a failure")
         version = f"(weight version {self.version})"
         if isinstance(error, RayTaskError):
-            is_input = phase in _READS_INPUT and isinstance(error.cause, BadInputError)
-            kind = InputError if is_input else RunError
+            if phase in _READS_INPUT and isinstance(error.cause, BadInputError):
+                return InputError(f"{phase}: {_reason(error)}")  # whoever has read it
             message = f"{phase}: {who} failed {version}: {_reason(error)}"
-            return LostError(message, [who], phase) if _is_broken_connection(error.cause) else kind(message)
+            return LostError(message, [who], phase) if _is_broken_connection(error.cause) else RunError(message)
         _check_ray(phase, _RAY_GRACE_S)
         if isinstance(error, (RayActorError, OutOfMemoryError)):
             message = f"{phase}: {why_it_died(error, who)} {version}"

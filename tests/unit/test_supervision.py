@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from slime.backends.sglang.client import EngineError
 from slime.data.rows.messages import RowError
 from slime.ray import supervision
-from slime.ray.supervision import Deadline, RunError, Supervisor
+from slime.ray.supervision import Deadline, InputError, RunError, Supervisor
 from slime.utils.errors import HookError
 
 NUM_GPUS = 0
@@ -106,6 +106,8 @@ def test_bad_input_is_told_of_at_once() -> None:
     """No death explains a bad row, as it may what failed of anything else."""
     graces = [supervision._grace_of(failure(kind("why"))) for kind in (RowError, HookError, EngineError)]
     assert graces == [0.0, 5.0, 20.0]
+    with pytest.raises(InputError, match=r"^load data: row 3$"):  # whoever has read it
+        Survivors().supervisor.wait({"manager": Ref(failure(RowError("row 3")))}, supervision.LOAD_DATA, LIMIT)  # type: ignore[dict-item]
 
 
 def test_an_engine_whose_call_failed_with_its_death_is_lost_once() -> None:
