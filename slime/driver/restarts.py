@@ -19,7 +19,9 @@ class Restarts:
     def __init__(self, args: argparse.Namespace, clock: Callable[[], float] = time.monotonic) -> None:
         self._args, self._clock = args, clock
         self._last: dict[str, str] = {}
-        """In which phase each failed last, since a step was complete."""
+        """In which phase each failed last, since the run last came further than ever."""
+        self._complete = 0
+        """The rollouts whose steps have been complete, whatever was gone back behind since."""
         self.seconds = 0.0
         """What they took, and engines that were away, since somebody last made this 0."""
 
@@ -37,9 +39,11 @@ class Restarts:
     def _budget(self) -> Budget:
         return Budget(self._args.trainer_restart_limit, self._clock)
 
-    def step_is_complete(self) -> None:
-        """What failed before is behind the run."""
-        self._last.clear()
+    def step_is_complete(self, rollout_id: int) -> None:
+        """What failed before is behind the run, unless this step was gone back behind, and has only been made again."""
+        if rollout_id >= self._complete:
+            self._complete = rollout_id + 1
+            self._last.clear()
 
 
 class Goodput:

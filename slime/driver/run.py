@@ -391,7 +391,7 @@ class Run:
             figures["perf/goodput"] = self._goodput.rate()
         if recovering := self._restarts.seconds:
             figures["perf/recovery_time"], self._restarts.seconds = recovering, 0.0
-        self._restarts.step_is_complete()
+        self._restarts.step_is_complete(rollout_id)
         self._log(figures, "rollout/step", rollout_id)
         say(step_line(rollout_id, self.args.num_rollout, self._step, self._session.verdict.short))
 

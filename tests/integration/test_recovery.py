@@ -179,7 +179,8 @@ def test_a_trainer_that_stands_still_is_made_anew_when_its_deadline_has_passed(
     workspace: Path, uninterrupted: Path
 ) -> None:
     def strike(process: TrainProcess, run_dir: Path) -> None:
-        wait_for_span(process, run_dir, "driver/push_weights", version=1)
+        # Not before: a trainer that owes an answer to the probe is waited for as long as for a push.
+        wait_for_span(process, run_dir, "driver/probe", version=1)
         trainer(process, 1).suspend()
 
     run_dir = run_and_strike(workspace, "stands_still", strike, trainer_snapshot_interval=1, train_timeout=20)

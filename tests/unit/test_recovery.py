@@ -60,8 +60,22 @@ def test_what_fails_again_in_the_same_way_is_not_tried_a_third_time() -> None:
     with pytest.raises(RunError, match=r"^gone\nthe trainers: failed in the same way when made anew"):
         restarts.allow("the trainers", "train on rollout 1", "gone")
     restarts.allow("the trainers", "start trainers", "gone")
-    restarts.step_is_complete()
+    restarts.step_is_complete(0)
     restarts.allow("the trainers", "start trainers", "gone")
+
+
+def test_steps_that_are_made_again_put_no_failure_behind_the_run() -> None:
+    """Of a run whose third rollout fails each time, and that goes back to its beginning each time."""
+    restarts = Restarts(Namespace(trainer_restart_limit=9))
+    for rollout_id in range(2):
+        restarts.step_is_complete(rollout_id)
+    restarts.allow("the trainers", "train on rollout 2", "gone")
+    for rollout_id in range(2):
+        restarts.step_is_complete(rollout_id)
+    with pytest.raises(RunError, match="failed in the same way when made anew"):
+        restarts.allow("the trainers", "train on rollout 2", "gone")
+    restarts.step_is_complete(2)
+    restarts.allow("the trainers", "train on rollout 2", "gone")
 
 
 def test_goodput_counts_what_survives() -> None:
