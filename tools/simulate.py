@@ -28,6 +28,7 @@ import numpy as np  # noqa: E402
 
 from slime.options.flags.schema import positive  # noqa: E402
 from tools.simulating.constants import ATTENTION, COSTS  # noqa: E402
+from tools.simulating.generation import NoRoomError  # noqa: E402
 from tools.simulating.hardware import GPUS  # noqa: E402
 from tools.simulating.model import read_model  # noqa: E402
 from tools.simulating.plan import Layout, Plan, long_tailed  # noqa: E402
@@ -96,6 +97,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
     for name, low, high in (("recomputed", 0.0, 1.0), ("sglang_mem_fraction_static", 0.05, 1.0)):
         if not low <= (value := getattr(options, name)) <= high:
             raise ValueError(f"--{name.replace('_', '-')} {value} is not within {low:g} and {high:g}")
+    if options.response_spread < 0:
+        raise ValueError(f"--response-spread {options.response_spread} is below 0")
     trainers = options.actor_num_nodes * options.actor_num_gpus_per_node
     serving = trainers if options.colocate else options.rollout_num_gpus
     if serving < 1 or serving % options.rollout_num_gpus_per_engine:
@@ -171,6 +174,11 @@ def check() -> int:
     return status
 
 
+def _refuse(error: Exception) -> int:
+    print(f"simulate.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+
+
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0; 1 where a check fails, 2 where what is asked for cannot be."""
     options = parse(argv)
@@ -181,10 +189,13 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{name:<20} {cost.value:>10.4g} {cost.unit:<32} {cost.source}")
         return 0
     try:
-        step = simulate(plan_of(options))
+        plan = plan_of(options)
     except (ValueError, OSError) as error:
-        print(f"simulate.py: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return _refuse(error)
+    try:
+        step = simulate(plan)
+    except NoRoomError as error:
+        return _refuse(error)
     print(json.dumps(step.report(), indent=1) if options.json else "\n".join(table(step)))
     return 0
 

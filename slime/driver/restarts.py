@@ -19,31 +19,31 @@ class Restarts:
     def __init__(self, args: argparse.Namespace, clock: Callable[[], float] = time.monotonic) -> None:
         self._args, self._clock = args, clock
         self._last: dict[str, str] = {}
-        """In which phase each failed last, since the run last came further than ever."""
-        self._complete = 0
-        """The rollouts whose steps have been complete, whatever was gone back behind since."""
+        """In which phase each failed last, and of which rollout."""
+        self._rollout = 0
+        """The one after the last whose step was complete."""
         self.seconds = 0.0
         """What they took, and engines that were away, since somebody last made this 0."""
 
     def allow(self, name: str, phase: str, cause: str) -> None:
         """Count one more restart of ``name``, after a failure in ``phase``; RunError with the cause if it is one too
         many."""
-        if self._last.get(name) == phase:
+        # Many phases name their rollout, or its version; steps that are made again lead to the others once more, too.
+        way = phase if any(map(str.isdigit, phase)) else f"{phase}, rollout {self._rollout}"
+        if self._last.get(name) == way:
             raise RunError(f"{cause}\n{name}: failed in the same way when made anew, so that it is not tried again")
         if not self._budget.take(name):
             flag = flag_named("trainer_restart_limit")
             raise RunError(f"{cause}\n{name}: made anew {self._budget.limit} times within an hour already ({flag})")
-        self._last[name] = phase
+        self._last[name] = way
 
     @functools.cached_property
     def _budget(self) -> Budget:
         return Budget(self._args.trainer_restart_limit, self._clock)
 
     def step_is_complete(self, rollout_id: int) -> None:
-        """What failed before is behind the run, unless this step was gone back behind, and has only been made again."""
-        if rollout_id >= self._complete:
-            self._complete = rollout_id + 1
-            self._last.clear()
+        """Which one: it may have been made again, behind which a run has gone back."""
+        self._rollout = rollout_id + 1
 
 
 class Goodput:

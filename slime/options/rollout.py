@@ -256,7 +256,7 @@ RULES = (
         "has no effect without",
         "n_samples_per_prompt>1 n_samples_per_eval_prompt>1",
         ": a prompt is computed once anyway",
-        when=f"!eval_config data_source_path={written(_SOURCE, *_WITHOUT_BUFFER)}",
+        when=f"!eval_config !buffer_filter_path data_source_path={written(_SOURCE, *_WITHOUT_BUFFER)}",
     ),
     Rule(
         "rollout_prefix_warmup",

@@ -317,7 +317,9 @@ class Supervisor:
         version = f"(weight version {self.version})"
         if isinstance(error, RayTaskError):
             if phase in _READS_INPUT and isinstance(error.cause, BadInputError):
-                return InputError(f"{phase}: {_reason(error)}")  # whoever has read it
+                # One manager reads the data; what ranks read may be there on other hosts.
+                of_one = f"{who}: " if phase == START_TRAINERS else ""
+                return InputError(f"{phase}: {of_one}{_reason(error)}")
             message = f"{phase}: {who} failed {version}: {_reason(error)}"
             return LostError(message, [who], phase) if _is_broken_connection(error.cause) else RunError(message)
         _check_ray(phase, _RAY_GRACE_S)
@@ -350,7 +352,7 @@ def _check_ray(phase: str, grace: float = 0.0) -> None:
 def _grace_of(error: RayError) -> float:
     cause = getattr(error, "cause", None)
     if isinstance(cause, BadInputError):
-        return 0.0  # whoever died, a bad row is bad
+        return 0.0  # nobody who dies after it explains a bad row
     return _ENGINE_GRACE_S if isinstance(cause, EngineError) else _GRACE_S
 
 

@@ -236,9 +236,13 @@ def test_single_samples_are_no_reason_where_groups_may_have_more(words: str, lau
     ids=["nothing found", "once", "not known"],
 )
 def test_what_was_no_use_is_told_of(hits: list[float | None], told: list[int], caplog: LogCapture) -> None:
-    log, args = WarmupLog(), Namespace(rollout_prefix_warmup=True)
+    log, args = WarmupLog(), Namespace(rollout_prefix_warmup=True, n_samples_per_prompt=2)
     for number, rate in enumerate(hits):
         log.check(args, number, {} if rate is None else {"rollout/prefix_cache_hit_rate": rate})
-    log.check(Namespace(rollout_prefix_warmup=False), 9, {"rollout/prefix_cache_hit_rate": 0.0})
+    for other in (
+        Namespace(rollout_prefix_warmup=False, n_samples_per_prompt=2),
+        Namespace(rollout_prefix_warmup=True, n_samples_per_prompt=1),
+    ):
+        log.check(other, 9, {"rollout/prefix_cache_hit_rate": 0.0})
     begin = "--rollout-prefix-warmup was no use: engines had nothing of any prompt"
     assert [text.partition(begin)[0] for text in caplog.messages] == [f"rollout {number}: " for number in told]

@@ -64,18 +64,25 @@ def test_what_fails_again_in_the_same_way_is_not_tried_a_third_time() -> None:
     restarts.allow("the trainers", "start trainers", "gone")
 
 
-def test_steps_that_are_made_again_put_no_failure_behind_the_run() -> None:
+@pytest.mark.parametrize("phase", ["train on rollout 2", "put the trainers to sleep"])
+def test_steps_that_are_made_again_put_no_failure_behind_the_run(phase: str) -> None:
     """Of a run whose third rollout fails each time, and that goes back to its beginning each time."""
     restarts = Restarts(Namespace(trainer_restart_limit=9))
     for rollout_id in range(2):
         restarts.step_is_complete(rollout_id)
-    restarts.allow("the trainers", "train on rollout 2", "gone")
+    restarts.allow("the trainers", phase, "gone")
     for rollout_id in range(2):
         restarts.step_is_complete(rollout_id)
     with pytest.raises(RunError, match="failed in the same way when made anew"):
-        restarts.allow("the trainers", "train on rollout 2", "gone")
-    restarts.step_is_complete(2)
-    restarts.allow("the trainers", "train on rollout 2", "gone")
+        restarts.allow("the trainers", phase, "gone")
+
+
+def test_the_same_phase_of_other_rollouts_is_another_failure() -> None:
+    """On the way back to where it failed first, too."""
+    restarts = Restarts(Namespace(trainer_restart_limit=9))
+    for rollout_id in (39, 34, 39):
+        restarts.step_is_complete(rollout_id)
+        restarts.allow("the trainers", "put the trainers to sleep", "gone")
 
 
 def test_goodput_counts_what_survives() -> None:

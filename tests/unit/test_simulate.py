@@ -211,6 +211,7 @@ def test_memory_says_what_does_not_fit() -> None:
         ("", "0 GPUs for engines are not a multiple of --rollout-num-gpus-per-engine 1: give --rollout-num-gpus"),
         ("--colocate --asynchronous", "asynchronous training needs GPUs apart for engines and trainers"),
         ("--colocate --tensor-model-parallel-size 16", "8 GPUs that train are not a multiple of 16"),
+        ("--colocate --response-median 9 --response-spread -1", "--response-spread -1.0 is below 0"),
         ("--colocate --recomputed 2", "--recomputed 2.0 is not within 0 and 1"),
         ("--colocate --expert-model-parallel-size 8", "qwen3-8B has no experts to be parallel over 8 ranks"),
         ("--colocate --rollout-batch-size 1 --n-samples-per-prompt 3", "3 samples of an optimizer step are too few"),

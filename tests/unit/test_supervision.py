@@ -106,6 +106,12 @@ def test_bad_input_is_told_of_at_once() -> None:
     """No death explains a bad row, as it may what failed of anything else."""
     graces = [supervision._grace_of(failure(kind("why"))) for kind in (RowError, HookError, EngineError)]
     assert graces == [0.0, 5.0, 20.0]
+    with pytest.raises(InputError, match=r"^start trainers: trainer 3: no such directory$"):
+        Survivors().supervisor.wait(
+            {"trainer 3": Ref(failure(RowError("no such directory")))},  # type: ignore[dict-item]
+            supervision.START_TRAINERS,
+            LIMIT,
+        )
     with pytest.raises(InputError, match=r"^load data: row 3$"):  # whoever has read it
         Survivors().supervisor.wait({"manager": Ref(failure(RowError("row 3")))}, supervision.LOAD_DATA, LIMIT)  # type: ignore[dict-item]
 

@@ -91,7 +91,8 @@ class Plan:
         if samples < least:
             raise ValueError(
                 f"{samples} samples of an optimizer step are too few for {least} micro-batches, which {self.dp} "
-                f"data-parallel ranks need: raise --rollout-batch-size or --n-samples-per-prompt"
+                f"data-parallel ranks need: raise --rollout-batch-size or --n-samples-per-prompt, or lower "
+                f"--num-steps-per-rollout"
             )
         if layout.ep > 1 and not shape.num_moe_layers:
             raise ValueError(f"{self.model.name} has no experts to be parallel over {layout.ep} ranks")

@@ -205,7 +205,9 @@ def write_by_threads() -> None:
             list(threads.map(write_file, range(len(buckets))))
         of_file = dict(written.get_nowait() for _ in buckets)
         failures = [result for result in of_file.values() if isinstance(result, Exception)]
-        results.put(failures[0] if failures else of_file)
+        results.put(
+            failures[0].with_traceback(None) if failures else of_file
+        )  # whose frames hold all tensors of a file
 
     FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)
 
@@ -232,12 +234,12 @@ class RankFacts:
     transformer_engine: bool = field(default_factory=lambda: importlib.util.find_spec("transformer_engine") is not None)
     """Whether it is installed."""
     saves: bool = True
-    """Whether it writes checkpoints."""
+    """Whether it writes checkpoints, or snapshots."""
 
     @classmethod
     def of_run(cls, args: Namespace) -> RankFacts:
         """Those of a run's ranks, were they on this host."""
-        return cls(saves=args.save is not None)
+        return cls(saves=args.save is not None or args.trainer_snapshot_interval is not None)
 
 
 PROVEN, NEW = "==0.16.1", "==0.19.2"
