@@ -28,7 +28,7 @@ class Restarts:
     def allow(self, name: str, phase: str, cause: str) -> None:
         """Count one more restart of ``name``, after a failure in ``phase``; RunError with the cause if it is one too
         many."""
-        # Many phases name their rollout, or its version; steps that are made again lead to the others once more, too.
+        # Most phases name their rollout, or its version; of the others, those of another rollout are another failure.
         way = phase if any(map(str.isdigit, phase)) else f"{phase}, rollout {self._rollout}"
         if self._last.get(name) == way:
             raise RunError(f"{cause}\n{name}: failed in the same way when made anew, so that it is not tried again")

@@ -205,9 +205,8 @@ def write_by_threads() -> None:
             list(threads.map(write_file, range(len(buckets))))
         of_file = dict(written.get_nowait() for _ in buckets)
         failures = [result for result in of_file.values() if isinstance(result, Exception)]
-        results.put(
-            failures[0].with_traceback(None) if failures else of_file
-        )  # whose frames hold all tensors of a file
+        # Without the traceback, whose frames hold all tensors of a file.
+        results.put(failures[0].with_traceback(None) if failures else of_file)
 
     FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)
 
