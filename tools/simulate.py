@@ -28,7 +28,7 @@ import numpy as np  # noqa: E402
 
 from slime.options.flags.schema import positive  # noqa: E402
 from tools.simulating.constants import ATTENTION, COSTS  # noqa: E402
-from tools.simulating.generation import NoRoomError  # noqa: E402
+from tools.simulating.generation import TokenCosts  # noqa: E402
 from tools.simulating.hardware import GPUS  # noqa: E402
 from tools.simulating.model import read_model  # noqa: E402
 from tools.simulating.plan import Layout, Plan, long_tailed  # noqa: E402
@@ -88,12 +88,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     step.add_argument("--json", action="store_true", help="one JSON object in place of tables")
     commands.add_parser("check", help="compare predictions with what was measured", allow_abbrev=False)
     commands.add_parser("costs", help="print what predictions are made of, with sources", allow_abbrev=False)
-    options = parser.parse_args(argv)
-    return options
+    return parser.parse_args(argv)
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """ValueError where the numbers do not fit each other."""
+    """ValueError where the numbers do not fit each other, or an engine has no room for the model."""
     for name, low, high in (("recomputed", 0.0, 1.0), ("sglang_mem_fraction_static", 0.05, 1.0)):
         if not low <= (value := getattr(options, name)) <= high:
             raise ValueError(f"--{name.replace('_', '-')} {value} is not within {low:g} and {high:g}")
@@ -111,7 +110,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
     if options.response_median is not None:
         responses = long_tailed(samples, options.response_median, options.response_spread, longest)
     layout = Layout(**{field.name: getattr(options, field.name) for field in fields(Layout)})
-    return Plan(
+    plan = Plan(
         read_model(options.model, options.num_layers),
         GPUS[options.gpu],
         trainers,
@@ -132,6 +131,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
         concurrency=options.sglang_server_concurrency,
         bucket=options.update_weight_buffer_size,
     )
+    TokenCosts(plan).places()
+    return plan
 
 
 def table(step: Step) -> list[str]:
@@ -174,11 +175,6 @@ def check() -> int:
     return status
 
 
-def _refuse(error: Exception) -> int:
-    print(f"simulate.py: error: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2
-
-
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0; 1 where a check fails, 2 where what is asked for cannot be."""
     options = parse(argv)
@@ -191,11 +187,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         plan = plan_of(options)
     except (ValueError, OSError) as error:
-        return _refuse(error)
-    try:
-        step = simulate(plan)
-    except NoRoomError as error:
-        return _refuse(error)
+        print(f"simulate.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    step = simulate(plan)
     print(json.dumps(step.report(), indent=1) if options.json else "\n".join(table(step)))
     return 0
 

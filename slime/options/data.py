@@ -9,6 +9,8 @@ from slime.options.flags.schema import function_path, option
 from slime.options.rules import Rule
 from slime.utils.calls import Call
 
+DEFAULT_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+
 
 @dataclass
 class DataOptions:
@@ -16,7 +18,7 @@ class DataOptions:
 
     prompt_data: str | None = option(None, "JSONL or parquet file; path@[a:b] takes a slice of its rows.")
     data_source_path: str = option(
-        "slime.rollout.data_source.RolloutDataSourceWithBuffer",
+        DEFAULT_SOURCE,
         "Class (args) with get_samples, add_samples, save, load.",
         hook=("RolloutDataSourceWithBuffer", "RolloutDataSource", "DataSource"),
         call=(Call("args", "DataSource"), Call("dataset, args", "DataSource", "dataset")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from slime.options.data import DEFAULT_SOURCE
 from slime.options.flags.schema import LARGEST_SEED, function_path, option
 from slime.options.rules import Rule
 from slime.utils.calls import Call
@@ -12,7 +13,6 @@ from slime.utils.calls import Call
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 FULLY_ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
-_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 _WITHOUT_BUFFER = (
     *("slime.rollout.data_source.RolloutDataSource", "slime.data.source.data_source.RolloutDataSource"),
     "slime.data.RolloutDataSource",
@@ -256,7 +256,7 @@ RULES = (
         "has no effect without",
         "n_samples_per_prompt>1 n_samples_per_eval_prompt>1",
         ": a prompt is computed once anyway",
-        when=f"!eval_config !buffer_filter_path data_source_path={written(_SOURCE, *_WITHOUT_BUFFER)}",
+        when=f"!eval_config !buffer_filter_path data_source_path={written(DEFAULT_SOURCE, *_WITHOUT_BUFFER)}",
     ),
     Rule(
         "rollout_prefix_warmup",

@@ -24,10 +24,6 @@ def weights_read(model: Model, batch: int) -> float:
     return BF16 * (dense + taken * model.expert_parameters)
 
 
-class NoRoomError(ValueError):
-    """An engine's GPUs cannot hold the model."""
-
-
 @dataclass(frozen=True)
 class TokenCosts:
     """Of one engine: seconds that a step takes, in which every running request gets a token."""
@@ -74,7 +70,7 @@ class TokenCosts:
         tokens = room * self._cut / plan.model.cached_bytes
         fits = int(tokens / float(np.mean(plan.lengths)))
         if fits < 1:
-            raise NoRoomError(
+            raise ValueError(
                 f"an engine of {plan.engine_gpus} {plan.gpu.name} has no room for {plan.model.name}: "
                 f"{weights / gib:.0f} GiB of weights a GPU, of {plan.static * plan.gpu.memory_gib:.0f} GiB: raise "
                 f"--rollout-num-gpus-per-engine"

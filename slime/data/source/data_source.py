@@ -20,13 +20,12 @@ from slime.data.source.buffer_choice import Choice, is_group
 from slime.data.source.changed_data import changed_group_size, cursor_over
 from slime.data.source.numbers import fill_numbers, numbers_kept
 from slime.data.source.rollout_context import current_rollout
+from slime.options.data import DEFAULT_SOURCE
 from slime.utils.errors import BadInputError, SlimeError
 from slime.utils.misc import load_function
 from slime.utils.user_functions import naming
 
 logger = logging.getLogger(__name__)
-
-_WITH_BUFFER = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 
 
 class DataSource(abc.ABC):
@@ -177,7 +176,7 @@ class RolloutDataSource(DataSource):
         if samples:
             raise RuntimeError(
                 f"{type(self).__name__} has no buffer to take {len(samples)} groups back into; use "
-                f"--data-source-path {_WITH_BUFFER}"
+                f"--data-source-path {DEFAULT_SOURCE}"
             )
 
     def hand_out_again(self) -> None:
@@ -249,7 +248,7 @@ class RolloutDataSource(DataSource):
         if state.get("buffer"):
             raise BadInputError(
                 f"the checkpoint has {len(state['buffer'])} groups in its buffer, and {type(self).__name__} has none: "
-                f"resume with the --data-source-path it was made with, such as {_WITH_BUFFER}"
+                f"resume with the --data-source-path it was made with, such as {DEFAULT_SOURCE}"
             )
         self._go_on(state)
 
