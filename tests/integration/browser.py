@@ -105,7 +105,7 @@ def started(directory: Path) -> Iterator[Browser]:
         driver = subprocess.Popen([DRIVER, "--port=0"], stdout=output, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 30
-        while not (port := re.search(r"started successfully on port (\d+)", log.read_text())):
+        while not (port := re.search(r"started successfully on port (\d+)\D", log.read_text())):
             assert time.monotonic() < deadline, f"chromedriver does not start: {log.read_text()}"
             time.sleep(0.1)
         browser = Browser(f"http://127.0.0.1:{port[1]}", directory / "profile")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -13,6 +12,7 @@ import pytest
 
 from slime.processes.server_process import ServerProcess
 from slime.utils.command_line import apart, secrets_of
+from tests.waiting import wait_for
 
 NUM_GPUS = 0
 PROGRAM = """
@@ -104,11 +104,8 @@ def test_a_server_gets_secrets_by_its_environment(tmp_path: Path) -> None:
     server = ServerProcess([sys.executable, "-c", f"{code}; input()", *words], os.environ, tmp_path / "log", held=True)
     server.start()
     try:
-        deadline = time.monotonic() + 60
-        while "--port" not in server.tail():
-            assert server.poll() is None, server.tail()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        # Its whole line: where Python does not buffer, every word of it is written by itself.
+        wait_for(lambda: server.tail().endswith("\n") or server.poll() is not None, "what it prints")
         supervisor = psutil.Process(server.pid)
         for process in (supervisor, *supervisor.children(recursive=True)):
             assert "s3cret" not in " ".join(process.cmdline())

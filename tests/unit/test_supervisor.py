@@ -114,7 +114,7 @@ def test_a_held_server_waits_for_a_line(tmp_path: Path) -> None:
 def test_tail_strikes_out_secrets(server: ServerProcess, tmp_path: Path) -> None:
     server.start()
     tree_pids(tmp_path)
-    wait_for(lambda: "hello" in server.tail(), "the server's line in the log")
+    wait_for(lambda: server.tail().endswith("\n"), "the server's line in the log")
     server.stop()
     assert server.tail() == "hello from the server, the key is ***\n"
 
