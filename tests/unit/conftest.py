@@ -39,6 +39,13 @@ def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "_trace", None)
 
 
+@pytest.fixture
+def told(tmp_path: Path) -> Callable[[], list[dict[str, Any]]]:
+    """The events of a run whose directory is the test's, so far."""
+    events.begin(str(tmp_path), "driver")
+    return lambda: [json.loads(line) for line in (tmp_path / events.FILE).read_text().splitlines()]
+
+
 @pytest.fixture(autouse=True)
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutRuntime]:
     """The test's own, and its context's; with the bounds of the options that the test makes last."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from argparse import Namespace
 from typing import Any
 
 from slime.driver.memory_scheduler import MemoryScheduler
-from slime.ray.supervision import Deadline
+from slime.ray.supervision import Deadline, LostError
 from slime.utils.device import Memory
 
 NUM_GPUS = 0
@@ -96,3 +97,29 @@ def test_nothing_is_noted_without_gpus_or_where_engines_stay() -> None:
         scheduler.make_room()
         scheduler.to_trainers()
         assert not any("asleep" in name for name in scheduler.figures())
+
+
+def test_engines_give_way_to_new_trainers_whatever_they_hold() -> None:
+    log: list[Any] = []
+    engines: Any = Namespace(
+        call=lambda phase, method, limit, *values: log.append((method, *values)),
+        hold_starts=lambda: None,
+        allow_starts=lambda: None,
+    )
+    trainers: Any = Namespace(call=lambda phase, method, limit, *values: log.append((method, *values)) or [])
+    scheduler = MemoryScheduler(trainers, engines, Deadline(5.0), offload_train=True, offload_rollout=True)
+    scheduler.make_room()
+    scheduler.to_new_trainers()
+    assert log[-1] == ("release_memory",), "they were awake"
+    log.clear()
+    scheduler.to_new_trainers()
+    assert not log, "they were asleep"
+    with contextlib.suppress(LostError), scheduler.pushing():
+        log.clear()
+        raise LostError("push weights of version 2: the process of engine 1 died", ["engine 1"], "push")
+    scheduler.to_new_trainers()
+    assert log == [("resume_memory", ["kv_cache", "cuda_graph"]), ("release_memory",)], "they had their weights only"
+    log.clear()
+    with scheduler.pushing():
+        pass
+    assert log[:2] == [("sleep", True), ("resume_memory", ["weights"])], "as after a training step"

@@ -30,15 +30,9 @@ __all__ = ["killed"]
 
 
 @pytest.fixture(autouse=True)
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[Any, ...]]]:
+def told(told: Callable[[], list[dict[str, Any]]]) -> Callable[[], list[tuple[Any, ...]]]:
     """What events.jsonl has: kind, subject, action."""
-    monkeypatch.setattr(events, "_log", None)
-    events.begin(str(tmp_path), "driver")
-
-    def read() -> list[tuple[Any, ...]]:
-        return [(line["kind"], line["subject"], line["action"]) for line in lines_of(tmp_path)]
-
-    return read
+    return lambda: [(line["kind"], line["subject"], line["action"]) for line in told()]
 
 
 def lines_of(run_dir: Path) -> list[dict[str, Any]]:
