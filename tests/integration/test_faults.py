@@ -3,22 +3,15 @@ and ends with every cause when that is lost too."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from aiohttp import web
 
-from slime.backends.sglang.client import EngineError, GenerateClient
-from slime.backends.sglang.router import Router
 from slime.data import Sample
-from slime.utils.http_client import Http
 from tests.integration import faulty_hooks
 from tests.integration.harness import RUN_S, TrainProcess, read_metrics, series
 from tests.integration.strikes import (
@@ -38,7 +31,6 @@ from tests.integration.strikes import (
     stop_tree,
 )
 from tests.integration.test_train_async import assert_every_prompt_once, samples_of
-from tests.integration.tiny import KEYS, engine_args
 from tests.integration.tiny_run import Value, flags, make_workspace
 from tests.waiting import command_line, wait_for_ends
 
@@ -116,96 +108,6 @@ def assert_went_on_without(log: Path, run_dir: Path, rank: int, why: str = KILLE
     alive = series(run_dir, "rollout/engines_alive")
     assert alive[0] == 2
     assert alive[-1] == 1
-
-
-def router_supervisor(router: Router) -> int:
-    assert router._process is not None
-    assert router._process.pid is not None
-    return router._process.pid
-
-
-def test_requests_of_an_engine_that_dies_are_sent_to_the_other(tmp_path: Path) -> None:
-    """The real router, with stand-ins for the engines: one breaks off the connections that it has, and is gone."""
-
-    async def scenario() -> None:
-        async def serve(handler: Any) -> tuple[web.AppRunner, str]:
-            app = web.Application()
-            app.router.add_post("/generate", handler)
-            app.router.add_get("/{path:.*}", healthy)
-            runner = web.AppRunner(app)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
-
-        async def healthy(request: web.Request) -> web.StreamResponse:
-            return web.json_response({"model_path": "m"})
-
-        async def lives(request: web.Request) -> web.StreamResponse:
-            return web.json_response({"text": "", "meta_info": {"by": "the other"}})
-
-        async def dies(request: web.Request) -> web.StreamResponse:
-            on_it.append(request)
-            await asyncio.sleep(0.5)
-            for broken in on_it:
-                if broken.transport is not None:
-                    broken.transport.abort()
-            for site in list(doomed.sites):
-                await site.stop()
-            return web.Response()
-
-        on_it: list[web.Request] = []
-        (alive, url), (doomed, doomed_url) = await serve(lives), await serve(dies)
-        asked = {"rollout_health_check_interval": 60.0, "rollout_health_check_timeout": 1.0}
-        router = Router(engine_args(tmp_path, tmp_path, **asked), "127.0.0.1", KEYS, tmp_path / "router.log")
-        http = Http(60.0)
-        try:
-            await asyncio.to_thread(router.start)
-            await asyncio.to_thread(router.add, doomed_url)
-            await asyncio.to_thread(router.wait_registered, [doomed_url], 60)
-            client = GenerateClient(http, router.url, KEYS[0], retries=30)
-            calls = [asyncio.ensure_future(client.generate([i] * 9, {"max_new_tokens": 3})) for i in range(40)]
-            while not on_it or doomed.sites:  # until it has got requests, and is gone
-                await asyncio.sleep(0.1)
-            await asyncio.to_thread(router.add, url)
-            await asyncio.to_thread(router.wait_registered, [url], 60)
-            for _ in range(2):
-                await asyncio.to_thread(router.remove, doomed_url)
-            replies = await asyncio.gather(*calls)
-            assert [reply["meta_info"]["by"] for reply in replies] == ["the other"] * 40
-
-            router.listen()
-            router.check()
-            await asyncio.to_thread(router.examine, "nothing: it answers")
-            for process in psutil.Process(router_supervisor(router)).children():
-                process.suspend()
-            with pytest.raises(EngineError, match=r"router at http://\S+ hangs: .*/liveness: no answer within 1 s"):
-                await asyncio.to_thread(router.examine, "being stopped")
-            address = router.url
-            await asyncio.to_thread(router.restart)
-            assert router.url == address
-            assert not router.registered(), "whoever has the table tells it"
-            await asyncio.to_thread(router.add, url)
-            await asyncio.to_thread(router.wait_registered, [url], 60)
-            router.check()
-            assert (await client.generate([1], {}))["meta_info"]["by"] == "the other"
-
-            await asyncio.to_thread(router._halt)
-            host, port = router.url.removeprefix("http://").split(":")
-            with socket.create_server((host, int(port))) as taken:
-                with pytest.raises(EngineError, match=r"router at http://\S+ ended with status 1\n"):
-                    await asyncio.to_thread(router.restart)
-                taken.setblocking(False)
-                with pytest.raises(BlockingIOError):  # whoever has its port is not asked in its place, by its key
-                    taken.accept()
-            await asyncio.to_thread(router.restart)
-            assert router.url == address
-        finally:
-            await http.close()
-            await asyncio.to_thread(router.stop)
-            await alive.cleanup()
-            await doomed.cleanup()
-
-    asyncio.run(asyncio.wait_for(scenario(), 300))
 
 
 @pytest.mark.full
