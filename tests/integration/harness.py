@@ -135,6 +135,13 @@ class TrainProcess:
         assert not lines, f"processes left {timeout} s after the run: {lines}"
 
 
+def run_well(flags: Sequence[str], log: Path, *, driver: str = "train.py") -> None:
+    """A run that comes to a good end and leaves no process."""
+    with TrainProcess(flags, log, driver=driver) as process:
+        assert process.wait(RUN_S) == 0, process.tail()
+        process.assert_no_process_left()
+
+
 def _heed_interrupts() -> None:
     """A shell's background job ignores SIGINT, and so would its children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime.data import Sample, Status
-from tests.integration.harness import RUN_S, TrainProcess, series
+from tests.integration.harness import run_well, series
 from tests.integration.tiny_run import Value, flags, make_workspace
 
 NUM_GPUS = 0
@@ -21,9 +21,7 @@ _LEARNT, _OTHER = "7", "8"
 
 
 def _run(line: list[str], log: Path) -> None:
-    with TrainProcess(line, log) as process:
-        assert process.wait(RUN_S) == 0, process.tail()
-        process.assert_no_process_left()
+    run_well(line, log)
 
 
 def _write(path: Path, labels: list[str], answers: bool) -> str:

@@ -14,7 +14,7 @@ import torch
 from slime.data import Sample
 from slime.files.safe_dump import load_safe
 from tests import column_hooks
-from tests.integration.harness import RUN_S, TrainProcess, series
+from tests.integration.harness import RUN_S, TrainProcess, run_well, series
 from tests.integration.replays import training
 from tests.integration.tiny_run import Value, flags, make_workspace
 
@@ -64,9 +64,7 @@ def test_declared_columns_go_all_the_way(tmp_path: Path) -> None:
         process.assert_no_process_left()
     state = torch.load(run_dir / f"iter_{int(latest.read_text()):07d}" / "rollout_state.pt", weights_only=False)
     assert state["data_source"]["buffer"], "what was not needed is in the checkpoint"
-    with TrainProcess(line, workspace / "resumed.log") as process:
-        assert process.wait(RUN_S) == 0, process.tail()
-        process.assert_no_process_left()
+    run_well(line, workspace / "resumed.log")
     assert len(series(run_dir, "train/loss")) >= ROLLOUTS
     for rollout_id in range(ROLLOUTS):
         for sample in samples_of(run_dir, rollout_id):
@@ -77,8 +75,6 @@ def test_declared_columns_go_all_the_way(tmp_path: Path) -> None:
             wanted = range((sample.group_index or 0) % 3)
             assert pictures == [column_hooks.picture_of(sample.group_index or 0, number) for number in wanted]
     line = columns_flags(workspace, replay, load_debug_rollout_data=dumps)
-    with TrainProcess(line, workspace / "replay.log") as process:
-        assert process.wait(RUN_S) == 0, process.tail()
-        process.assert_no_process_left()
+    run_well(line, workspace / "replay.log")
     assert len(training(replay)) == ROLLOUTS
     assert training(replay)[0] == training(run_dir)[0]

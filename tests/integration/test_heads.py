@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.integration.harness import RUN_S, TrainProcess, assert_registered, series
+from tests.integration.harness import assert_registered, run_well, series
 from tests.integration.test_families import MIMO
 from tests.integration.tiny_run import flags, make_workspace
 from tests.parallel import heads
@@ -52,9 +52,7 @@ def test_the_heads_learn_in_a_run(tmp_path: Path) -> None:
         save_hf=str(run_dir / "hf_{rollout_id}"),
         check_weight_update_equal=True,
     )
-    with TrainProcess(line, tmp_path / "log") as process:
-        assert process.wait(RUN_S) == 0, process.tail()
-        process.assert_no_process_left()
+    run_well(line, tmp_path / "log")
     losses = series(run_dir, "train/mtp_loss")
     assert len(losses) == 6
     assert losses[-1] < losses[0] - 0.5, losses

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import RUN_S, TrainProcess, read_metrics, series
+from tests.integration.harness import read_metrics, run_well, series
 from tests.integration.strikes import log_of
 from tests.integration.test_train_async import assert_accounted_for, assert_every_prompt_once, async_flags, samples_of
 from tests.integration.tiny_run import Value, flags, make_workspace
@@ -82,9 +82,7 @@ run_driver(train, parse_args(asynchronous=True))
 def run_driver_file(text: str, workspace: Path, line: list[str], name: str) -> None:
     driver = workspace / f"{name}.py"
     driver.write_text(text)
-    with TrainProcess(line, workspace / f"{name}.log", driver=str(driver)) as process:
-        assert process.wait(RUN_S) == 0, process.tail()
-        process.assert_no_process_left()
+    run_well(line, workspace / f"{name}.log", driver=str(driver))
 
 
 def calls_of(run_dir: Path, rank: int) -> list[str]:

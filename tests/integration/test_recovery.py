@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from slime.files.checkpoints import LATEST
 from tests.integration import deadly_hooks
-from tests.integration.harness import ROOT, RUN_S, TrainProcess, assert_registered, read_metrics, series
+from tests.integration.harness import ROOT, RUN_S, TrainProcess, assert_registered, read_metrics, run_well, series
 from tests.integration.replays import assert_same_bits
 from tests.integration.strikes import events_of, kill_server, log_of
 from tests.integration.test_train_async import assert_every_prompt_once, async_flags
@@ -57,9 +57,7 @@ def pair_flags(workspace: Path, run_dir: Path, **changes: Value) -> list[str]:
 @pytest.fixture(scope="module")
 def uninterrupted(workspace: Path) -> Path:
     run_dir, log = workspace / "uninterrupted", workspace / "uninterrupted.log"
-    with TrainProcess(pair_flags(workspace, run_dir), log) as process:
-        assert process.wait(RUN_S) == 0, process.tail()
-        process.assert_no_process_left()
+    run_well(pair_flags(workspace, run_dir), log)
     return run_dir
 
 
@@ -210,9 +208,7 @@ def test_a_step_whose_gradients_are_spoilt_is_left_out(workspace: Path, what: st
     hook = f"{deadly_hooks.__name__}.spoil_gradients"
     changes: dict[str, Value] = {"on_bad_step": what, "trainer_snapshot_interval": 1, "num_rollout": 3}
     line = pair_flags(workspace, run_dir, custom_megatron_before_train_step_hook_path=hook, **changes)
-    with TrainProcess(line, log) as process:
-        assert process.wait(RUN_S) == 0, process.tail()
-        process.assert_no_process_left()
+    run_well(line, log)
     assert series(run_dir, "train/bad_steps") == [1.0, 1.0], "of rollouts 1 and 2: the hook stays on the parameter"
     assert [event["kind"] for event in events_of(run_dir)] == ["bad_step"] * 2
     before, after = (load_file(run_dir / f"hf_{i}" / "model.safetensors") for i in (0, 2))
@@ -291,9 +287,7 @@ def test_a_run_that_goes_on_from_another_ones_checkpoint_is_started_again_from_i
     first, second, log = workspace / "first", workspace / "second", workspace / "second.log"
     # Of one directory: its files are those of an uninterrupted run.
     line = pair_flags(workspace, second, save=str(first), num_rollout=2)
-    with TrainProcess(line, workspace / "first.log") as process:
-        assert process.wait(RUN_S) == 0, process.tail()
-        process.assert_no_process_left()
+    run_well(line, workspace / "first.log")
     line = pair_flags(workspace, second, load=str(first), save=str(second / "kept"))
     tool = ["2", "--", sys.executable, str(ROOT / "train.py")]
     with TrainProcess([*tool, *line], log, driver="tools/restart_run.py") as process:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import RUN_S, TrainProcess, series
+from tests.integration.harness import run_well, series
 from tests.integration.test_membership import calls_of, versions_of
 from tests.integration.tiny_run import Value, flags, make_workspace
 
@@ -34,9 +34,7 @@ def run(tmp_path: Path, **changes: Value) -> Path:
     workspace, run_dir = make_workspace(tmp_path), tmp_path / "run"
     samples = str(run_dir / "samples_{rollout_id}.pt")
     values: dict[str, Value] = {"num_rollout": _ROLLOUTS, "lr": "1e-2", "save_debug_rollout_data": samples}
-    with TrainProcess(flags(workspace, run_dir, **values | changes), tmp_path / "log") as process:
-        assert process.wait(RUN_S) == 0, process.tail()
-        process.assert_no_process_left()
+    run_well(flags(workspace, run_dir, **values | changes), tmp_path / "log")
     differences = series(run_dir, "train/train_rollout_logprob_abs_diff")
     assert len(differences) == _ROLLOUTS
     assert max(differences) < 1e-4

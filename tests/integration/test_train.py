@@ -14,13 +14,20 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from slime.data import Sample
 from tests.chrome_trace import assert_shows, read_chrome, roles, seconds_of_lanes
-from tests.integration.harness import RUN_S, TrainProcess, assert_registered, read_metrics, read_traces, series
+from tests.integration.harness import (
+    RUN_S,
+    TrainProcess,
+    assert_registered,
+    read_metrics,
+    read_traces,
+    run_well,
+    series,
+)
 from tests.integration.replays import assert_same_bits, check_dumps, training
 from tests.integration.strikes import back, events_of, kill_server
 from tests.integration.tiny import log_probs_of
-from tests.integration.tiny_run import ROLLOUTS, Value, flags, make_workspace
+from tests.integration.tiny_run import ROLLOUTS, flags, make_workspace
 from tools import make_trace
 
 NUM_GPUS = 0
@@ -78,15 +85,8 @@ def colocated(workspace: Path) -> Path:
         wandb_key=_KEY,
         deterministic_mode=True,
     )
-    _run(line, workspace / "colocated.log")
+    run_well(line, workspace / "colocated.log")
     return run_dir
-
-
-def _run(line: list[str], log: Path) -> None:
-    """Run to a good end that leaves no process."""
-    with TrainProcess(line, log) as process:
-        assert process.wait(RUN_S) == 0, process.tail()
-        process.assert_no_process_left()
 
 
 def test_colocated_run_trains_and_agrees_with_the_engine(colocated: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_run_that_is_over_ends_before_a_model_is_loaded(workspace: Path, coloc
     logged, trace = (colocated / "metrics.jsonl").read_text(), colocated / "trace" / "driver.jsonl"
     begun = trace.read_text().count("driver/load_data"), trace.read_text().count("driver/start")
     line = flags(workspace, colocated, load=str(colocated), num_rollout=None, num_epoch=1)
-    _run(line, workspace / "over.log")
+    run_well(line, workspace / "over.log")
     now = trace.read_text().count("driver/load_data"), trace.read_text().count("driver/start")
     assert now == (begun[0] + 1, begun[1]), "the data were read, and nothing was told to load a model"
     said = (workspace / "over.log").read_text()
@@ -272,7 +272,7 @@ def test_saved_rollouts_replay_to_the_same_steps_bit_for_bit(workspace: Path, co
         save_interval=1,
         save_hf=str(run_dir / "hf_{rollout_id}"),
     )
-    _run(line, workspace / "replay.log")
+    run_well(line, workspace / "replay.log")
     assert len(training(run_dir)) == ROLLOUTS
     assert training(run_dir) == training(colocated)
     for rollout_id in range(ROLLOUTS):
@@ -284,7 +284,7 @@ def test_saved_rollouts_replay_to_the_same_steps_bit_for_bit(workspace: Path, co
 
 
 @pytest.mark.full
-def test_resume_after_a_killed_driver_equals_the_uninterrupted_run(workspace: Path, colocated: Path) -> None:
+def test_resume_after_a_killed_driver_equals_the_uninterruptedrun_well(workspace: Path, colocated: Path) -> None:
     run_dir = workspace / "killed"
     line = flags(
         workspace,
@@ -305,153 +305,15 @@ def test_resume_after_a_killed_driver_equals_the_uninterrupted_run(workspace: Pa
     resumed_at = int(latest.read_text()) + 1
     assert resumed_at < ROLLOUTS, "killed too late to show a resume"
 
-    _run(line, workspace / "went_on.log")
+    run_well(line, workspace / "went_on.log")
     assert latest.read_text().strip() == str(ROLLOUTS - 1)
     assert_same_bits(run_dir, colocated, range(ROLLOUTS))
 
     late = run_dir / "asked_for_later"
-    _run([*line, "--save-hf", str(late)], workspace / "late.log")
+    run_well([*line, "--save-hf", str(late)], workspace / "late.log")
     assert "nothing is left but writing the exports that are missing" in (workspace / "late.log").read_text()
     files = [directory / "model.safetensors" for directory in (colocated / f"hf_{ROLLOUTS - 1}", late)]
     expected, found = map(load_file, files)
     assert all(torch.allclose(found[name], tensor, atol=1e-6) for name, tensor in expected.items())
-    _run([*line, "--save-hf", str(late)], workspace / "over.log")
+    run_well([*line, "--save-hf", str(late)], workspace / "over.log")
     assert "nothing is left to do" in (workspace / "over.log").read_text()
-
-
-@pytest.mark.full
-def test_disaggregated_run_with_two_trainers(workspace: Path) -> None:
-    run_dir = workspace / "disaggregated"
-    slots: dict[str, Value] = {"colocate": None, "actor_num_gpus_per_node": 2, "rollout_num_gpus": 1}
-    _run(flags(workspace, run_dir, check_weight_update_equal=True, **slots), workspace / "disaggregated.log")
-    differences = series(run_dir, "train/train_rollout_logprob_abs_diff")
-    assert len(differences) == ROLLOUTS
-    assert max(differences) < 1e-4
-
-
-@pytest.mark.full
-def test_adapters_alone_give_the_engine_the_trainers_log_probs(workspace: Path) -> None:
-    run_dir = workspace / "adapters"
-    adapters: dict[str, Value] = {"lora_rank": 4, "lora_sync": "adapter", "ref_load": None, "lr": "2e-2"}
-    asked: dict[str, Value] = {"check_weight_update_equal": True, "save_lora": str(run_dir / "adapters")}
-    merged = str(run_dir / "merged")
-    line = flags(workspace, run_dir, save=str(run_dir), save_hf=merged, **adapters, **asked)
-    _run(line, workspace / "adapters.log")
-    differences = series(run_dir, "train/train_rollout_logprob_abs_diff")
-    assert len(differences) == ROLLOUTS
-    assert max(differences) < 1e-4
-    assert series(run_dir, "train/kl_loss")[0] == 0.0
-    assert series(run_dir, "train/kl_loss")[-1] > 0.0
-    saved = load_file(run_dir / "adapters" / "adapter_model.safetensors")
-    pushed = series(run_dir, "perf/update_weights_wire_bytes")
-    assert pushed == [sum(tensor.nbytes for tensor in saved.values())] * (ROLLOUTS + 1)
-
-    twice = flags(workspace, run_dir, load=str(run_dir), hf_checkpoint=merged, num_rollout=ROLLOUTS + 1, **adapters)
-    with TrainProcess(twice, workspace / "twice.log") as process:
-        assert process.wait(RUN_S) == 2, process.tail()
-        process.assert_no_process_left()
-    assert "Traceback" not in process.tail()
-    problem = rf"iter_\d+ holds adapters of {workspace}/model \(float32\), and the base of this run, {merged} "
-    assert re.search(problem, process.tail().splitlines()[-1])
-
-
-@pytest.mark.full
-def test_ppo_trains_both_models_and_a_resumed_run_equals_the_uninterrupted_one(workspace: Path) -> None:
-    whole, resumed = workspace / "ppo", workspace / "ppo_resumed"
-    ppo: dict[str, Value] = {"advantage_estimator": "ppo", "num_critic_only_steps": 1, "critic_lr": "1e-2"}
-    changes = ppo | {"use_kl_loss": None, "kl_loss_coef": None, "kl_coef": "0.01", "save_interval": 1}
-    _run(flags(workspace, whole, save=str(whole), **changes), workspace / "ppo.log")
-    # The first rollout trains the critic alone: the actor's loss begins with the second one.
-    critic = ("train/critic-value_loss", "train/critic-grad_norm")
-    assert {key: len(series(whole, key)) for key in (*critic, "train/pg_loss")} == {
-        critic[0]: ROLLOUTS,
-        critic[1]: ROLLOUTS,
-        "train/pg_loss": ROLLOUTS - 1,
-    }
-    assert all(norm > 0 for norm in series(whole, critic[1]))
-    assert max(series(whole, "train/train_rollout_logprob_abs_diff")) < 1e-4
-    assert_registered(whole)
-
-    resumed.mkdir()
-    for source, directory in ((whole, resumed), (whole / "critic", resumed / "critic")):
-        shutil.copytree(source / "iter_0000000", directory / "iter_0000000")
-        (directory / "latest_checkpointed_iteration.txt").write_text("0")
-    _run(flags(workspace, resumed, save=str(resumed), load=str(resumed), **changes), workspace / "ppo_resumed.log")
-    for key in (*critic, "train/pg_loss"):
-        expected = series(whole, key)[1 - ROLLOUTS :]
-        assert series(resumed, key) == pytest.approx(expected, rel=1e-5, abs=1e-7), key
-
-
-@pytest.mark.full
-def test_resume_with_a_buffer_of_partial_and_surplus_groups(workspace: Path) -> None:
-    run_dir = workspace / "partial"
-    changes: dict[str, Value] = {
-        "over_sampling_batch_size": 8,
-        "sglang_server_concurrency": 16,  # of 32 at least: when a rollout has enough, the last ones are under way
-        "partial_rollout": True,
-        "mask_offpolicy_in_partial_rollout": True,
-        "mismatch_threshold": 0.3,  # a response that goes on has tokens of the weights before
-        "dynamic_sampling_filter_path": "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
-        "rollout_max_response_len": 200,
-        "num_rollout": 5,
-    }
-    samples = str(run_dir / "samples_{rollout_id}.pt")
-    save: dict[str, Value] = {"save": str(run_dir), "load": str(run_dir), "save_interval": 1}
-    line = flags(workspace, run_dir, save_debug_rollout_data=samples, **save, **changes)
-    latest = run_dir / "latest_checkpointed_iteration.txt"
-    with TrainProcess(line, workspace / "partial.log") as process:
-        process.wait_until(lambda: latest.exists() and int(latest.read_text()) >= 1, RUN_S, "a checkpoint")
-        process.kill()
-        process.wait(10)
-        process.assert_no_process_left()
-    resumed_at = int(latest.read_text()) + 1
-    state = torch.load(run_dir / f"iter_{resumed_at - 1:07d}" / "rollout_state.pt", weights_only=False)
-    assert state["data_source"]["buffer"], "what was not needed is in the checkpoint"
-    _run(line, workspace / "partial_resumed.log")
-    trained = [
-        sample["index"]
-        for rollout_id in range(5)
-        for sample in torch.load(run_dir / f"samples_{rollout_id}.pt", weights_only=False)["samples"]
-    ]
-    assert len(trained) == len(set(trained)) == 5 * 16, "nothing is trained twice"
-    for figures in (entry for entry in read_metrics(run_dir) if "rollout/prompts_read" in entry):
-        parts = [figures[f"rollout/prompts_{part}"] for part in ("trained", "dropped", "buffered", "in_flight")]
-        assert figures["rollout/prompts_read"] == sum(parts)
-    assert max(series(run_dir, "rollout/partial_samples")) > 0
-    assert_registered(run_dir)
-    assert sum(series(run_dir, "rollout/offpolicy_tokens_masked")) > 0
-    for rollout_id in range(5):
-        for fields in torch.load(run_dir / f"samples_{rollout_id}.pt", weights_only=False)["samples"]:
-            sample = Sample.from_dict(fields)
-            assert sample.loss_mask == [int(version == str(rollout_id)) for version in sample.token_versions()]
-    # Masked or not, every token's log-prob is the engine's own of then: those of partial ones are older.
-    assert series(run_dir, "train/train_rollout_logprob_abs_diff")[0] < 1e-4
-
-
-@pytest.mark.full
-def test_disk_transport_with_two_steps_a_rollout_and_two_eval_sets(workspace: Path) -> None:
-    run_dir = workspace / "disk"
-    sets = ["one", str(workspace / "eval.jsonl"), "two", f"{workspace / 'eval.jsonl'}@[0:2]"]
-    changes: dict[str, Value] = {"update_weight_transport": "disk", "num_steps_per_rollout": 2, "eval_interval": 1}
-    _run(flags(workspace, run_dir, eval_prompt_data=sets, **changes), workspace / "disk.log")
-    assert len(series(run_dir, "train/loss")) == 2 * ROLLOUTS
-    assert len(series(run_dir, "eval/one")) == len(series(run_dir, "eval/two")) == ROLLOUTS + 1
-    # The first of the two steps is on policy, and the ratio exactly 1; the second is not.
-    clipped, drift = series(run_dir, "train/pg_clipfrac"), series(run_dir, "train/ppo_kl")
-    assert clipped[0::2] == drift[0::2] == [0.0] * ROLLOUTS
-    assert all(drift[1::2])
-    assert max(series(run_dir, "train/train_rollout_logprob_abs_diff")) < 1e-4
-
-
-@pytest.mark.full
-def test_rollout_only(workspace: Path) -> None:
-    run_dir = workspace / "rollout_only"
-    changes: dict[str, Value] = {"colocate": None, "debug_rollout_only": True, "rollout_num_gpus": 1, "num_epoch": 1}
-    _run(
-        flags(workspace, run_dir, num_rollout=None, use_kl_loss=None, kl_loss_coef=None, **changes), workspace / "r.log"
-    )
-    assert len(series(run_dir, "rollout/raw_reward")) == 3  # ten prompts in batches of four
-    assert not series(run_dir, "train/loss")
-    steps = [text for text in (workspace / "r.log").read_text().splitlines() if text.startswith("rollout ")]
-    assert len(steps) == 3
-    assert all(re.match(r"rollout \d/3 \| reward -?\d", text) for text in steps)
