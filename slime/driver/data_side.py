@@ -18,7 +18,7 @@ from slime.fleet.external import Keys
 from slime.fleet.spec import ModelSpec
 from slime.observability import events
 from slime.observability.progress import warn
-from slime.ray.supervision import LOAD_DATA, MARGIN_S, RESTORE_DATA, Deadline, RunError, Supervisor, limit_of
+from slime.ray.supervision import LOAD_DATA, MARGIN_S, RESTORE_DATA, CallError, Deadline, RunError, Supervisor, limit_of
 
 MANAGER = "the rollout manager"
 
@@ -92,11 +92,11 @@ class DataSide:
         self._state = rollout_id, ray.put(state)
         self._once(RESTORE_DATA, limit_of(self._args, "checkpoint_timeout"), "restore", *self._state)
 
-    def _died(self, phase: str, cause: str) -> None:
+    def _died(self, phase: str, failure: RunError) -> None:
         """What the supervisor calls, during any wait, which then goes on."""
-        is_alive = f"{MANAGER} failed" in cause.partition("\n")[0]  # one of its routers is what died
+        cause, is_alive = str(failure), isinstance(failure, CallError)  # one of its routers is what died
         if is_alive or not self._serves or not self._args.use_fault_tolerance:
-            raise RunError(cause)
+            raise RunError(cause)  # not the LostError that it may be: nothing is made in its place
         if not self._keeps_state:
             raise RunError(f"{cause}; its data source keeps its state by itself, which only a checkpoint has whole")
         self._restarts.allow(MANAGER, phase, cause)

@@ -221,7 +221,8 @@ class Engines(Roster):
                 raise
             for member in blamed:
                 self._supervisor.forget(member.called)
-                self._go_on_without(member.name, phase, f"{phase}: {member.called} did not get them: {error}")
+                refused = RunError(f"{phase}: {member.called} did not get them: {error}")
+                self._go_on_without(member.name, phase, refused)
 
     def _publish(self, version: int, publish: Publish, whom: Callable[[], list[Member]]) -> dict[str, float]:
         phase = f"push of version {version}"
@@ -276,12 +277,12 @@ class Engines(Roster):
 
     # ---- those that are lost
 
-    def _go_on_without(self, name: str, phase: str, cause: str) -> None:
-        member = self._members[name]
+    def _go_on_without(self, name: str, phase: str, failure: RunError) -> None:
+        member, cause = self._members[name], str(failure)
         lines = cause.splitlines()
         self._losses.note(member, cause)
         if not self._registrar.has_begun:
-            raise RunError(cause)
+            raise RunError(cause)  # not the LostError that it may be: nothing is made in its place
         is_ours = not member.spec.urls
         returns = is_ours and self._args.use_fault_tolerance and self._arrivals.take(member)
         self.membership = self.membership.without(name)

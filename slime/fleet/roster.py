@@ -91,6 +91,6 @@ class Roster(ABC):
         )
 
     @abstractmethod
-    def _go_on_without(self, name: str, phase: str, cause: str) -> None:
-        """Called when the latest life of an engine is over, in ``phase``; RunError with the ``cause`` if the run cannot
-        go on."""
+    def _go_on_without(self, name: str, phase: str, failure: RunError) -> None:
+        """Called when the latest life of an engine is over, in ``phase``; RunError with the words of ``failure`` if the
+        run cannot go on."""

@@ -126,6 +126,10 @@ class LostError(RunError):
         self.names, self.phase = tuple(names), phase
 
 
+class CallError(RunError):
+    """A call failed by its own error: whoever was asked has not died of it."""
+
+
 class RayDownError(RunError):
     """Our own local Ray has died: nothing that it runs can be called any more."""
 
@@ -136,7 +140,7 @@ class InputError(RunError):
     exit_status = 2
 
 
-_OnDeath = Callable[[str, str], None]
+_OnDeath = Callable[[str, RunError], None]
 MARGIN_S = 60.0
 """What a wait allows beyond the deadline of the call itself, whose own error says more."""
 
@@ -183,7 +187,7 @@ class Supervisor:
 
     def watch(self, name: str, actor: Any, on_death: _OnDeath | None = None) -> None:
         """Fail every later `wait` when ``actor`` or the process that it owns dies; or ``on_death`` is called instead,
-        once, with the phase and the cause, and raises RunError if the run cannot go on."""
+        once, with the phase and what `wait` would raise, and raises RunError if the run cannot go on."""
         self._watches[actor.watch.remote()] = name, on_death
 
     def forget(self, name: str) -> None:
@@ -298,7 +302,7 @@ class Supervisor:
         failure = self._failure(_error_of(watch), name, phase)
         if on_death is None:
             raise failure
-        on_death(phase, str(failure))
+        on_death(phase, failure)
         del self._watches[watch]
         self._dead.add(name)
 
@@ -321,7 +325,7 @@ class Supervisor:
                 of_one = f"{who}: " if phase == START_TRAINERS else ""
                 return InputError(f"{phase}: {of_one}{_reason(error)}")
             message = f"{phase}: {who} failed {version}: {_reason(error)}"
-            return LostError(message, [who], phase) if _is_broken_connection(error.cause) else RunError(message)
+            return LostError(message, [who], phase) if _is_broken_connection(error.cause) else CallError(message)
         _check_ray(phase, _RAY_GRACE_S)
         if isinstance(error, (RayActorError, OutOfMemoryError)):
             message = f"{phase}: {why_it_died(error, who)} {version}"

@@ -11,7 +11,7 @@ import ray
 from slime.driver import data_side
 from slime.driver.data_side import DataSide
 from slime.driver.restarts import Restarts
-from slime.ray.supervision import Deadline, RunError
+from slime.ray.supervision import CallError, Deadline, LostError, RunError
 
 NUM_GPUS = 0
 
@@ -42,7 +42,7 @@ class Death:
     def __init__(self, *dies_at: tuple[int, str], answers: dict[str, Any]) -> None:
         self.version, self._dies_at, self._answers = "3", list(dies_at), answers
         self.dead, self.expected = False, list[Any]()
-        self.cause = "the process of the rollout manager died"
+        self.failure: RunError = LostError("save: the process of the rollout manager died", ["the manager"], "save")
 
     def watch(self, name: str, actor: Any, on_death: Any) -> None:
         self._on_death = on_death
@@ -60,7 +60,7 @@ class Death:
         (call,) = calls.values()
         if call in self._dies_at and not self.dead:
             self._dies_at.remove(call)
-            self._on_death(phase, f"{phase}: {self.cause}")
+            self._on_death(phase, self.failure)
             self.dead = True
         return [] if self.dead else [self._answers.get(call[1], 7)]
 
@@ -155,10 +155,10 @@ def test_a_manager_whose_state_is_not_whole_or_that_may_not_come_back_ends_the_r
     with pytest.raises(RunError, match="its data source keeps its state by itself"):
         side.ask("save the data source", Deadline(5.0), "state", 0)
     side, _, _ = make_data_side(monkeypatch, (0, "state"), use_fault_tolerance=False)
-    with pytest.raises(RunError, match=r"^save the data source: the process of the rollout manager died$"):
+    with pytest.raises(RunError, match=r"^save: the process of the rollout manager died$"):
         side.ask("save the data source", Deadline(5.0), "state", 0)
     side, _, supervisor = make_data_side(monkeypatch, (0, "state"))
-    supervisor.cause = "the rollout manager failed (weight version 3): router at http://a hangs"
+    supervisor.failure = CallError("router at http://a hangs")
     with pytest.raises(RunError, match="router at http://a hangs"):
         side.ask("save the data source", Deadline(5.0), "state", 0)
 

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from slime.backends.sglang.client import EngineError
 from slime.data.rows.messages import RowError
 from slime.ray import supervision
-from slime.ray.supervision import Deadline, InputError, RunError, Supervisor
+from slime.ray.supervision import CallError, Deadline, InputError, LostError, RunError, Supervisor
 from slime.utils.errors import HookError
 
 NUM_GPUS = 0
@@ -62,11 +62,17 @@ class Survivors:
 
     def __init__(self, **ends: Ref) -> None:
         self.supervisor = Supervisor()
-        self.lost: list[str] = []
+        self.failures: list[RunError] = []
         for name, end in ends.items():
             actor = Namespace(watch=Namespace(remote=lambda end=end: end))
-            may_die = name.startswith("engine")
-            self.supervisor.watch(name, actor, (lambda phase, cause: self.lost.append(cause)) if may_die else None)
+            self.supervisor.watch(name, actor, self._note if name.startswith("engine") else None)
+
+    @property
+    def lost(self) -> list[str]:
+        return [str(failure) for failure in self.failures]
+
+    def _note(self, phase: str, failure: RunError) -> None:
+        self.failures.append(failure)
 
     def wait(self, **calls: Ref) -> list[Any]:
         return self.supervisor.wait(calls, "sleep", LIMIT)  # type: ignore[arg-type]
@@ -133,6 +139,12 @@ def test_a_call_that_fails_beside_the_death_of_an_engine_is_a_failure() -> None:
     with pytest.raises(RunError, match=r"(?s)^sleep: engine_0 failed .*refused"):
         run.wait(engine_1=Ref(failure(OSError("refused"))), engine_0=Ref(failure(OSError("refused"))))
     assert len(run.lost) == 1
+
+
+def test_whoever_watches_can_tell_a_death_from_a_failure_of_one_that_lives() -> None:
+    run = Survivors(engine_0=Ref(failure(EngineError("its router hangs"))), engine_1=Ref(RayActorError()))
+    run.wait(engine_0=Ref(7, NEVER), engine_1=Ref(8, NEVER))
+    assert [type(failure) for failure in run.failures] == [CallError, LostError]
 
 
 def test_a_death_beside_the_last_answer_is_the_next_waits() -> None:
