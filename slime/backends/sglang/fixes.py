@@ -5,7 +5,6 @@ SGLang is imported when they are called.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import os
@@ -22,8 +21,7 @@ from torch.nn.functional import linear
 
 from slime.backends.sglang import sampling
 from slime.processes.kernel import with_id
-from slime.processes.server_process import last_value, server_secrets
-from slime.processes.spares import Spares
+from slime.processes.server_process import server_secrets
 from slime.utils import patching
 from slime.utils.http_client import CARRIED
 from slime.utils.http_utils import redact
@@ -33,8 +31,6 @@ FLOAT32_ROUTERS = {"glm4_moe": "Glm4MoeGate", "glm4_moe_lite": "Glm4MoeLiteGate"
 _NEAR = 16
 """Items of a list that are sooner passed than the list is turned."""
 _CHILD_POLL_S = 0.2
-_SET_FOR_SCHEDULERS = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_MODULE_LOADING": "AUTO"}
-"""What SGLang sets before it spawns them, and CUDA may read when they import."""
 _OFTEN_ASKED = ("/generate", "/health")
 _COPY = "serve a copy in bfloat16, which tools/convert_fp8_to_bf16.py makes"
 
@@ -64,24 +60,6 @@ def strike_keys_from_answers() -> None:
         return [struck(each) for each in value] if isinstance(value, list | tuple) else value
 
     http_server.msgspec_to_builtins = lambda value: struck(plain(value))
-
-
-def import_early() -> None:
-    """Has a server's schedulers import SGLang while its first process does, not when that has imported.
-
-    Those that a controller of data-parallel ranks starts, if any does, import as before.
-    """
-    flags = sys.argv[1:]
-    tp, pp, dp, nodes = (
-        int(last_value(flags, f"--{name}") or 1) for name in ("tp-size", "pp-size", "dp-size", "nnodes")
-    )
-    os.environ |= _SET_FOR_SCHEDULERS
-    preloaded: Any = contextlib.nullcontext()
-    if "--enable-memory-saver" in flags:  # its library is loaded before all others
-        preloaded = importlib.import_module("torch_memory_saver.hooks.mode_preload").configure_subprocess()
-    with preloaded:
-        spares = Spares("sglang.srt.managers.scheduler", tp * pp // nodes if dp == 1 else 0)
-    spares.install()
 
 
 def end_with_any_scheduler() -> None:

@@ -68,7 +68,6 @@ _strike_keys_from_log()
 
 def main() -> None:
     """Run the server until it is told to end."""
-    _patch(patches.SERVER_START)
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

@@ -1,8 +1,7 @@
 """What is changed, from outside, of SGLang and its router as they are released: a record each, by moment.
 
 `CPU_STAND_INS` and `EVERY_PROCESS` are carried out at import of `launch`, which every process of a server runs, unless
-it is forked from one that has; by the server's own process alone `SERVER_START`, before it imports SGLang, and
-`SERVER_PROCESS`, before it starts the others.
+it is forked from one that has; `SERVER_PROCESS` by the server's own process alone, before it starts the others.
 """
 
 from __future__ import annotations
@@ -257,17 +256,6 @@ EVERY_PROCESS: tuple[Patch[ServerFacts], ...] = (
         "SGLang brings back every parameter.",
         fixes.keep_cache_scales,
         lambda server: server.float8,
-        PROVEN,
-    ),
-)
-
-SERVER_START: tuple[Patch[ServerFacts], ...] = (
-    _sglang(
-        "early_imports",
-        f"{_OWN}, on hosts with CUDA",
-        "SGLang spawns its schedulers before it imports what they do not need of it, or forks them.",
-        fixes.import_early,
-        lambda server: server.cuda,
         PROVEN,
     ),
 )

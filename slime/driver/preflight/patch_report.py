@@ -15,7 +15,7 @@ from slime.ray.cluster import running_address
 from slime.utils.patching import Patch, due
 from slime.utils.stores import RENDEZVOUS
 
-_SERVERS = (*sglang.CPU_STAND_INS, *sglang.EVERY_PROCESS, *sglang.SERVER_START, *sglang.SERVER_PROCESS)
+_SERVERS = (*sglang.CPU_STAND_INS, *sglang.EVERY_PROCESS, *sglang.SERVER_PROCESS)
 _RANKS = (megatron.TORCHS_OPTIMIZERS, megatron.NO_WANDB, *megatron.CPU_SHIM, *megatron.FIXES, *megatron.EACH_SAVE)
 _DRIVER = (ray.SESSIONS, *ray.PRINTING)
 TABLES: dict[str, tuple[Patch[Any], ...]] = {
