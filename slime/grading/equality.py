@@ -89,7 +89,8 @@ def _readings(text: str) -> Iterator[str]:
     choice = _CHOICE.match(text)
     for part in choice.groups() if choice else (text,):
         joined = without_commas(part)
-        yield joined
+        if joined == part or not re.fullmatch(r"[(\[]\d+[)\]]", joined):  # ``(1,234)`` is a point, or an interval
+            yield joined
         if joined != part and not re.search(r",0\d", part):
             yield part
 
@@ -104,7 +105,7 @@ def _same(left: str, right: str, algebra: Algebra, depth: int) -> bool:
     if depth > 8 or not left or not right:
         return False
     (left_name, left_value), (right_name, right_value) = _named(left), _named(right)
-    if left_name and right_name:
+    if left_name and right_name and not (_assigned(left) and _assigned(right)):
         return compact(left_name) == compact(right_name) and _same(left_value, right_value, algebra, depth + 1)
     if (left_name and "=" not in right) or (right_name and "=" not in left):
         return _same(left_value, right_value, algebra, depth + 1)
@@ -135,6 +136,8 @@ def _named(text: str) -> tuple[str, str]:
 
 def _items(text: str) -> _List | None:
     """The brackets and the items of a list, or None: "{}" of a set, "" of a bare list, "2x2" of a matrix."""
+    if assigned := _assigned(text):
+        return "", assigned
     if match := _MATRIX.match(text):
         rows = [[cell.strip() for cell in row.split("&")] for row in match[2].split("\\cr") if row.strip()]
         shape = f"{match[1].lstrip('pbB').replace('array', 'matrix')}{'x'.join(str(len(row)) for row in rows)}"
@@ -149,6 +152,15 @@ def _items(text: str) -> _List | None:
         return "", [sign for item in found for sign in _signs(item)]
     signs = _signs(text)
     return ("", signs) if len(signs) > 1 else None
+
+
+def _assigned(text: str) -> list[str] | None:
+    """``(x, y) = (2, 1)`` as ``x = 2`` and ``y = 1``; None of anything else."""
+    names, values = (_brackets(part.strip()) for part in _named(text))
+    if names[0] != "()" or values[0] != "()":
+        return None
+    pairs = _split(names[1]), _split(values[1])
+    return [f"{name}={value}" for name, value in zip(*pairs, strict=True)] if len(pairs[0]) == len(pairs[1]) else None
 
 
 def _brackets(text: str) -> tuple[str, str]:

@@ -143,8 +143,8 @@ def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
 def _json(text: str) -> bool:
     bare = re.sub(r"^```(?:json|JSON|Json)?|```$", "", text).strip()
     try:
-        json.loads(bare)
-    except ValueError:
+        json.loads(bare, parse_int=str)  # of an integer of any length
+    except (ValueError, RecursionError):  # brackets in brackets, more than can be read
         return False
     return True
 

@@ -90,7 +90,8 @@ _ARTICLE = re.compile(r"(?:^|(?<=[.!?:]\s))A(?=\s+(?!is\b|and\b|or\b|because\b)[
 
 
 async def gpqa_reward(args: Namespace, sample: Sample, response: str) -> float:
-    """1 where the response chooses the right letter; without a letter, where it contains the right answer's text.
+    """1 where the response chooses the right letter; without a letter, where it contains the right answer's text, and
+    that of no other choice.
 
     The right one: ``metadata["correct_letter"]``, else the label: a letter, an index into ``metadata["choices"]`` or
     the text of one of these. The chosen one: the last "the answer is X", "X is correct" or "final answer: X" after the
@@ -107,8 +108,9 @@ async def gpqa_reward(args: Namespace, sample: Sample, response: str) -> float:
         chosen = _chosen_letter(affirmed, choices, right)
         if chosen is not None or right in denied:
             return float(chosen == right)
-    words = _plain(text or "")
-    return float(words != "" and re.search(rf"(?<!\w){re.escape(words)}(?!\w)", _plain(solution)) is not None)
+    if right not in choices:
+        return float(_mentioned({"": text or ""}, solution) == [""])
+    return float(_mentioned(choices, solution) == [right])
 
 
 def choices_problem(choices: Any) -> str | None:
@@ -183,6 +185,20 @@ def _chosen_letter(text: str, choices: dict[str, str], right: str) -> str | None
         if valid:
             return valid[-1]
     return None
+
+
+def _mentioned(choices: dict[str, str], solution: str) -> list[str]:
+    """The letters of those whose texts stand in ``solution``, not as a part of another's, nor of another number."""
+    found, text = [], _plain(solution)
+    plain = {letter: _plain(words) for letter, words in choices.items()}
+    for letter, words in sorted(plain.items(), key=lambda choice: -len(choice[1])):
+        if not words:
+            continue
+        before = r"(?<![\w./^-])(?<!\d,)" if words[0].isdigit() else r"(?<!\w)"
+        behind = r"(?![\w/^%]|[.,]\d|-\w)" if words[-1].isdigit() else r"(?!\w)"
+        text, count = re.subn(f"{before}{re.escape(words)}{behind}", " ", text)
+        found += [letter] if count else []
+    return found
 
 
 def _plain(text: str) -> str:

@@ -10,7 +10,17 @@ from slime.grading.units import currency_behind, spelled_out
 
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+_SUBSCRIPTS = {ord("\u2080") + digit: str(digit) for digit in range(10)}
+_SUBSCRIPT = re.compile("[\u2080-\u2089]+")
+_ROOTS = {"\u221a": "\\sqrt", "\u221b": "\\sqrt[3]", "\u221c": "\\sqrt[4]"}
+_BRACKETED = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
+_ROOT = re.compile(rf"([\u221a-\u221c])\s*({_BRACKETED}|\d+(?:\.\d+)?|[A-Za-z])?")
+"""Unlike TeX's, which takes one digit, it takes the whole number behind it."""
+_INVISIBLE = re.compile("[\u200b-\u200d\u2060\ufeff]")
 _SYMBOLS = {
+    "\u2010": "-",
+    "\u2012": "-",
+    "\u2014": "-",
     "\u2212": "-",
     "\u2013": "-",
     "\u00d7": "\\times ",
@@ -22,7 +32,6 @@ _SYMBOLS = {
     "\u03b1": "\\alpha ",
     "\u03b2": "\\beta ",
     "\u221e": "\\infty ",
-    "\u221a": "\\sqrt ",
     "\u2264": "\\le ",
     "\u2265": "\\ge ",
     "\u2260": "\\ne ",
@@ -80,8 +89,11 @@ _UNIT = re.compile(
 """In upright letters behind a number or a variable; in italics it may be a variable."""
 _CIRC = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))\s*")
 _GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*\}"
-_BARE_FIRST = re.compile(r"\\(frac|sqrt|binom)\s*(\[[^\[\]]*\])?\s*(\\[A-Za-z]+|[^\s{}\\\[])")
+_BARE_FIRST = re.compile(r"\\(frac|binom)\s*(\\[A-Za-z]+|[^\s{}\\\[])")
 _BARE_SECOND = re.compile(rf"\\(frac|binom)\s*({_GROUP})\s*(\\[A-Za-z]+|[^\s{{}}\\])")
+_BARE_ROOT = re.compile(rf"\\sqrt\s*(\[[^\[\]]*\])?\s*(\\(?:frac|binom){_GROUP}{_GROUP}|\\[A-Za-z]+|[^\s{{}}\\\[])")
+_ODD_ROOT = re.compile(r"(\\sqrt\[\d*[13579]\])\{\s*-((?:[^-+{}]|\{[^{}]*\})+)\}")
+"""Of a negative number it is the real root."""
 _LEAD = re.compile(
     r"^(?:(?:the|my)\s+)?(?:final\s+)?(?:answer|result)(?:\s+is)?\s*[:=]?\s*|^\\approx\s*|^=\s*"
     r"|^(?:[A-Za-z]+ ){1,6}(?:is|are|equals)\s*:?\s+(?=[-\d\\(\[.])",
@@ -90,7 +102,7 @@ _LEAD = re.compile(
 _IDLE_GROUP = re.compile(r"(?<![\w\\})\]^_])\{\s*([\w.]+)\s*\}")
 _SUCH_THAT = re.compile(r"(\\\{[^{}:|]*?)(?::|\||\\mid(?![A-Za-z]))\s*")
 _PLAIN = {
-    r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)": r"\\sqrt{\1}",
+    rf"(?<![\\A-Za-z])sqrt\s*({_BRACKETED}|\d+(?:\.\d+)?)": r"\\sqrt{\1}",
     r"(?<![\\A-Za-z])(sqrt|sin|cos|tan|ln|log|exp|pi)(?![A-Za-z])": r"\\\1 ",
     r"(?<!\\)\b[Ii]nfinity\b": r"\\infty ",
     r"\*\*": "^",
@@ -149,23 +161,32 @@ def _in_digits(text: str) -> str:
 
 
 def _ascii(text: str) -> str:
-    text = _SUPERSCRIPT.sub(lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", text)
     if text.isascii():
         return text
+    text = _SUPERSCRIPT.sub(lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", _INVISIBLE.sub("", text))
+    text = _SUBSCRIPT.sub(lambda match: f"_{{{match[0].translate(_SUBSCRIPTS)}}}", text)
+    text = _with_roots(text)
     letters = []
     for letter in text:
         plain = unicodedata.normalize("NFKC", letter)
         if "\u2044" in plain:  # the stroke of a fraction that is one letter
             top, _, bottom = plain.partition("\u2044")
             plain = f"\\frac{{{top}}}{{{bottom}}}"
-        letters.append(_SYMBOLS.get(letter) or _SYMBOLS.get(plain, plain))
+        letters.append(_SYMBOLS.get(letter) or "".join(_SYMBOLS.get(each, each) for each in plain))
     return "".join(letters)
+
+
+def _with_roots(text: str) -> str:
+    """Roots that are signs, also within each other's brackets, as commands."""
+    while _ROOT.search(text):
+        text = _ROOT.sub(lambda match: _ROOTS[match[1]] + (f"{{{match[2]}}}" if match[2] else " "), text)
+    return text
 
 
 def _unified(text: str) -> str:
     """One name for each command, no fonts, and degrees as a word."""
     text = text.strip()
-    for mark in ("", "**", "__"):
+    for mark in ("", "**", "__", "*", "_"):
         text = text.removeprefix(mark).removesuffix(mark).strip()
         text = text if text.endswith("..") else text.rstrip(".;,").strip()
     if len(_DOLLAR.findall(text)) % 2 == 0:  # one alone is a currency
@@ -193,8 +214,10 @@ def _renamed(match: re.Match[str]) -> str:
 
 def _with_groups(text: str) -> str:
     """``\\frac12`` as ``\\frac{1}{2}``, ``\\sqrt3`` as ``\\sqrt{3}``, ``{5}`` as ``5``."""
-    text = _BARE_FIRST.sub(r"\\\1\2{\3}", text)
+    text = _BARE_FIRST.sub(r"\\\1{\2}", text)
     text = _BARE_SECOND.sub(r"\\\1\2{\3}", text)
     text = re.sub(r"\\(frac|sqrt|binom) (?=[{\[])", r"\\\1", text)
     text = re.sub(rf"\\frac({_GROUP}) (?=\{{)", r"\\frac\1", text)
+    text = _ODD_ROOT.sub(r"(-\1{\2})", _BARE_ROOT.sub(lambda match: f"\\sqrt{match[1] or ''}{{{match[2]}}}", text))
+    text = re.sub(r"_\{\s*(\w)\s*\}(?!\w)", r"_\1", text)
     return _IDLE_GROUP.sub(r"\1", text)

@@ -95,7 +95,7 @@ class _NotExact(Exception):
     """The text is not arithmetic of rational numbers."""
 
 
-_TOKEN = re.compile(rf"\s*({_DECIMAL}|\\frac|\\times|\\cdot|\\div|[-+*/^(){{}}!])")
+_TOKEN = re.compile(rf"\s*({_DECIMAL}|\\frac|\\times|\\cdot|\\div|!!?|[-+*/^(){{}}])")
 _OPEN = {"(": ")", "{": "}"}
 
 
@@ -162,12 +162,12 @@ class _Arithmetic:
 
     def _power(self) -> Fraction:
         base = self._primary()
-        while self._take("!"):
+        while signs := self._take("!", "!!"):
             if base.denominator != 1 or base < 0:
                 raise _NotExact
             if base > _MOST_FACTORIAL:
                 raise OverflowError
-            base = Fraction(math.factorial(base.numerator))
+            base = Fraction(math.prod(range(base.numerator, 0, -len(signs))))
         if not self._take("^"):
             return base
         exponent = self._nested(self._signed_power)

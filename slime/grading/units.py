@@ -71,11 +71,13 @@ _ANY = ("unit", "square", "cubic", "integer", "number", "digit", "way", "point",
 _NO_UNIT = re.compile(
     r"or|and|more|less|than|over|under|at|least|most|mod|modulo|to|if|not|is|are|was|from|above|below|between|squared|"
     r"cubed|factorial|half|halves|thirds?|quarters?|fourths?|fifths?|tenths?|hundredths?|thousandths?|pi|sqrt|sin|cos|tan|log|ln|exp|max|gcd|lcm|"
-    r"undefined|infinity|otherwise|plus|minus|times|divided|equals|where|when|for|only|but|unless|pm|am",
+    r"undefined|infinity|otherwise|plus|minus|times|divided|equals|where|when|for|only|but|unless|pm|am|negative",
     re.I,
 )
 """Words that change what is said, so that what they stand in is not a number with a unit."""
-_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_POWERS_OF_TEN = {"hundred": 2, "thousand": 3, "lakh": 5, "million": 6, "crore": 7, "billion": 9, "trillion": 12}
+_SCALES = {"dozen": "12"} | {word: f"10^{{{power}}}" for word, power in _POWERS_OF_TEN.items()}
+"""What a word behind a number multiplies it by."""
 _CURRENCIES = {"$": "dollar", "US$": "dollar", "\u20ac": "euro", "\u00a3": "GBP", "\u00a5": "yen", "\u20b9": "rupee"}
 _SIGN = r"US\\?\$|USD|EUR|GBP|INR|Rs\.?|\\?[$\u20ac\u00a3\u00a5\u20b9]"
 _CURRENCY = re.compile(rf"^([-+]?)\s*({_SIGN})\s*([-+]?\s*[\d.\\(].*)$", re.S)
@@ -152,7 +154,7 @@ def split_unit(text: str, told: bool = False) -> tuple[str, Unit | None]:
     scale = next((word for word in re.findall(r"[a-z]+", unit)[:1] if word in _SCALES), None)
     before = text[: match.start()]
     if scale is not None:
-        before, unit = f"{before}\\cdot10^{{{_SCALES[scale]}}}", unit.partition(scale)[2].strip()
+        before, unit = f"{before}\\cdot {_SCALES[scale]}", unit.partition(scale)[2].strip()
         if not unit:
             return before, None
     if _OF_ANGLE.search(before) or _is_product(before, unit, told):
@@ -187,10 +189,10 @@ def _read(text: str, spaced: bool) -> Unit | None:
         text = re.sub(rf"\b{short}\b", full, text)
     powers: dict[str, int] = {}
     size, sign, power_of_next = Fraction(1), 1, 1
-    unknown = ""
-    for slash, word, power in _WORD.findall(text):
-        if word in ("of", "a", "an", "the"):
-            continue
+    unknown, words = "", [found for found in _WORD.findall(text) if found[1] not in ("of", "a", "an", "the")]
+    if not words:  # in ``2a`` it is a variable
+        return None
+    for slash, word, power in words:
         if _NO_UNIT.fullmatch(word):
             return None
         if slash or word in ("per", "each", "every"):
