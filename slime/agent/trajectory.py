@@ -199,7 +199,7 @@ def _sample(
     max_tokens: int,
 ) -> Sample | None:
     """The turns of a path from its ``first`` on; None where not even one fits into ``max_tokens``."""
-    kept = [node for node in path[first:] if not max_tokens or node.length <= max_tokens]
+    kept = list(itertools.takewhile(lambda node: not max_tokens or node.length <= max_tokens, path[first:]))
     if not kept:
         return None
     sample = copy.copy(base)

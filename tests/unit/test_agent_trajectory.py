@@ -97,6 +97,18 @@ def test_a_sample_is_no_longer_than_it_may_be_and_says_how_it_ended(bound: int, 
     )
 
 
+def test_a_sample_ends_before_the_first_turn_that_is_too_long() -> None:
+    """Though a later one, which keeps only the beginning of that turn's answer, were short enough."""
+    manager = TrajectoryManager(fork_threshold_tokens=99)
+    said = {"role": "assistant", "content": "one"}
+    messages = [QUESTION]
+    for prompt, output in (([1], [2, 3]), ([1, 2, 3, 4], [5] * 40), ([1, 2, 3, 4, 5, 6], [7])):
+        manager.record_turn("s", turn=turn(prompt, output), prompt_messages=messages, response_message=said)
+        messages = [*messages, said, QUESTION]
+    (sample,) = manager.get_trajectory("s", base_sample=Sample(), max_sample_tokens=30)
+    assert (sample.tokens, sample.loss_mask, sample.status) == ([1, 2, 3], [1, 1], Status.TRUNCATED)
+
+
 @pytest.mark.parametrize(("answer", "samples"), [([3], [[1, 2, 3]]), ([], [[1, 2, 4]])])
 def test_a_path_of_which_nothing_is_trained_is_no_sample_unless_all_are_so(
     answer: list[int], samples: list[list[int]]
