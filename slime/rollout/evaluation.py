@@ -8,7 +8,6 @@ import json
 import logging
 import time
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any
 
@@ -21,7 +20,14 @@ from slime.options.eval_datasets import CONFIG, PAIRS, EvalDataset
 from slime.options.learning.distillation import REWARD_PATH, TASK_REWARD_PATH
 from slime.options.rollout import generates_itself
 from slime.rollout.base_types import RolloutFnEvalOutput, flatten_samples
-from slime.rollout.batches.metrics import by_response, length_stats, pass_rates, repetition, reward_or_none
+from slime.rollout.batches.metrics import (
+    by_response,
+    counted_by_reward,
+    length_stats,
+    pass_rates,
+    repetition,
+    reward_or_none,
+)
 from slime.rollout.engine.gate import FIRST
 from slime.rollout.engine.loop import run_all
 from slime.rollout.engine.state import rollout_state
@@ -198,8 +204,8 @@ def _dataset_metrics(key: str, result: dict[str, Any]) -> dict[str, float]:
     metrics |= length_stats(samples, f"{key}/response_len")
     if samples:
         metrics[f"{key}/repetition_frac"] = repetition(samples)
-    equal = Counter(responses[0] for responses in by_prompt if len(responses) > 1 and len(set(responses)) == 1)
-    metrics |= {f"{key}/zero_std/count_{r:g}": float(count) for r, count in equal.items() if r is not None}
+    equal = [responses[0] for responses in by_prompt if len(responses) > 1 and len(set(responses)) == 1]
+    metrics |= counted_by_reward(f"{key}/zero_std", (reward for reward in equal if reward is not None))
     n = max((len(responses) for responses in by_prompt), default=0)
     if n > 1 and rewarded:
         metrics[f"{key}-avg@{n}"] = metrics[key]

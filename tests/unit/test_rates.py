@@ -74,11 +74,13 @@ def test_text_that_goes_round_in_circles(response: str, repeats: bool) -> None:
 
 
 def test_evaluations_count_prompts_of_equal_rewards() -> None:
-    samples = [Sample(group_index=i // 2, rollout_id=i, response_length=1) for i in range(8)]
-    rewards = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    samples = [Sample(group_index=i // 2, rollout_id=i, response_length=1) for i in range(12)]
+    rewards = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1 / 3, 1 / 3, 0.33333334, 0.33333334]
     metrics = eval_metrics(RolloutFnEvalOutput({"d": {"rewards": rewards, "samples": samples}}))
     counted = {key: value for key, value in metrics.items() if "zero_std" in key}
-    assert counted == {"eval/d/zero_std/count_1": 1.0, "eval/d/zero_std/count_0": 2.0}
+    assert counted == {
+        f"eval/d/zero_std/count_{reward}": count for reward, count in (("1", 1), ("0", 2), ("0.3333", 2))
+    }
     single = {
         "rewards": [1.0, 0.0],
         "samples": [Sample(group_index=i, rollout_id=i, response_length=1) for i in (0, 1)],

@@ -83,23 +83,26 @@ def reward_metrics(columns: TrainBatch) -> dict[str, float]:
         "rollout/rewards": float((np.bincount(rollout_of_row, columns.rewards) / rows_of_rollout).mean()),
     }
     equal, compared = _zero_std_groups(raw, groups)
-    for reward, count in equal.items():
-        name = f"{ZERO_STD}/count_{reward:g}"  # rewards that are the same in six digits have one
-        metrics[name] = metrics.get(name, 0.0) + count
+    metrics |= counted_by_reward(ZERO_STD, equal)
     if compared:
-        metrics["rollout/varied_groups_ratio"] = 1 - equal.total() / compared
+        metrics["rollout/varied_groups_ratio"] = 1 - len(equal) / compared
     return metrics
 
 
-def _zero_std_groups(raw: np.ndarray, groups: np.ndarray) -> tuple[Counter[float], int]:
-    """How many groups of at least two rollouts have one and the same reward throughout, by that reward; and how many
-    such groups there are."""
+def counted_by_reward(prefix: str, rewards: Iterable[float]) -> dict[str, float]:
+    """How many of the rewards there are of each; those that are the same in four places, or six digits, are one."""
+    counts = Counter(f"{prefix}/count_{round(reward, 4) + 0.0:g}" for reward in rewards)  # of -0.0 makes 0.0
+    return {name: float(count) for name, count in counts.items()}
+
+
+def _zero_std_groups(raw: np.ndarray, groups: np.ndarray) -> tuple[list[float], int]:
+    """Of each group of at least two rollouts that has one and the same reward throughout, this reward; and how many
+    groups of two or more there are."""
     order = np.argsort(groups, kind="stable")
     starts = np.flatnonzero(np.diff(groups[order], prepend=groups[order][0] - 1))
     low, high = np.minimum.reduceat(raw[order], starts), np.maximum.reduceat(raw[order], starts)
     sizes = np.diff(np.append(starts, len(order)))
-    equal = np.round(low[(low == high) & (sizes > 1)], 4) + 0.0  # of -0.0 makes 0.0
-    return Counter(equal.tolist()), int((sizes > 1).sum())
+    return low[(low == high) & (sizes > 1)].tolist(), int((sizes > 1).sum())
 
 
 def length_stats(samples: Sequence[Sample], prefix: str, *, effective: bool = False) -> dict[str, float]:
