@@ -55,6 +55,7 @@ def small_rollout(tokenizer: Path, **changes: Any) -> Namespace:
         "eval_datasets": [],
         "asynchronous": False,
         "num_engines": 1,
+        "vocab_size": 1 << 20,
         "sglang_enable_deterministic_inference": False,
         "sglang_router_ip": "127.0.0.1",
         "sglang_router_port": 3000,

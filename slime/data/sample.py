@@ -158,8 +158,9 @@ class Sample:
             return 0
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
-    def get_reward_value(self, args: Any) -> float:
-        """The scalar reward; of a dict reward the entry named by ``--reward-key``. ValueError where there is none."""
+    def get_reward_value(self, args: Any, flag: str = "--reward-key") -> float:
+        """The scalar reward; of a dict reward the entry named by ``args.reward_key``. ValueError where there is none,
+        which names the ``flag`` that it is of."""
         key = getattr(args, "reward_key", None)
         if self.reward is None:
             raise ValueError(f"sample {self.index} (group {self.group_index}) has no reward")
@@ -167,7 +168,7 @@ class Sample:
             if key is None or key not in self.reward:
                 raise ValueError(
                     f"sample {self.index}: the reward is a dict with keys {sorted(self.reward)}; "
-                    f"name one of them with --reward-key (now {key!r})"
+                    f"name one of them with {flag} (now {key!r})"
                 )
             return float(self.reward[key])
         return float(self.reward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fcntl
 import os
 import re
@@ -18,10 +19,12 @@ from types import FrameType
 from slime.driver.preflight.dry_run import dry_run
 from slime.driver.preflight.patch_report import check as check_patches
 from slime.driver.schedule import NothingLeftError, check_remaining
+from slime.entry.arguments import GROUPS
 from slime.files.storage import StorageError, why_not_written
 from slime.observability.progress import program, say, warn
+from slime.options.flags.schema import flag_named
 from slime.options.flags.values import shortened
-from slime.ray.supervision import InputError, RayDownError, RunError
+from slime.ray.supervision import CallError, InputError, RayDownError, RunError
 from slime.utils.command_line import strike_secrets
 from slime.utils.errors import BadInputError
 
@@ -31,6 +34,10 @@ _CONTRACT = r'Contract\(\s*"%s"'
 """How the program that checks functions of a flag says so."""
 _GENERATE = "--custom-generate-function-path"
 _NAMED = re.compile(r"(--[a-z-]+-path) (\S*[^\s:,;])")
+_READ = (
+    *("prompt_data", "input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template", "hf_checkpoint"),
+    *("reward_key", "max_turns", "custom_config_path"),
+)
 _LOCK = "run.lock"
 _LONGEST = 1000
 _terminated = threading.Event()
@@ -55,7 +62,10 @@ def run_driver(train: Callable[[argparse.Namespace], None], args: argparse.Names
         # At a usual end Ray's client would look for its head for a minute. The janitor ends what is left.
         os._exit(error.exit_status)
     except (RunError, StorageError, BadInputError) as error:
-        hint = (contract_hint(args, str(error)) or doctor_hint(args)) if type(error) is RunError else ""
+        hint = ""
+        if type(error) in (RunError, CallError):
+            of_user = isinstance(error, CallError) and error.is_of_user
+            hint = contract_hint(args, str(error)) or ("" if of_user else doctor_hint(args))
         say(f"{program()}: error: {shortened(str(error))}{hint}", sys.stderr)
         sys.exit(error.exit_status)
     except KeyboardInterrupt as error:
@@ -89,10 +99,22 @@ def contract_hint(args: argparse.Namespace, message: str) -> str:
         generate = getattr(args, "custom_generate_function_path", None)
         if flag == "--custom-rm-path" and generate is not None:
             words += [_GENERATE, generate]
+        words += _read_by_functions(args)
         for check in _CONTRACTS_FOLDER.glob("test_plugin_*_contracts.py"):
             if re.search(_CONTRACT % flag, check.read_text()):
                 return f"\ntest this function in seconds: {shlex.join(['python3', os.path.relpath(check), *words])}"
     return ""
+
+
+def _read_by_functions(args: argparse.Namespace) -> list[str]:
+    """The flags of a run whose values its functions find in samples, or read of ``args``."""
+    defaults = {field.name: field.default for group in GROUPS for field in dataclasses.fields(group)}
+    words = []
+    for name in _READ:
+        value = getattr(args, name, None)
+        if value is not None and value != defaults[name]:
+            words += [flag_named(name)] if value is True else [flag_named(name), str(value)]
+    return words
 
 
 def doctor_hint(args: argparse.Namespace) -> str:

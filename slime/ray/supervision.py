@@ -25,7 +25,7 @@ from ray.exceptions import (
 
 from slime.backends.sglang.client import EngineError
 from slime.options.flags.schema import flag_named
-from slime.utils.errors import BadInputError, SlimeError
+from slime.utils.errors import BadInputError, HookError, SlimeError
 
 _DAEMONS = {"raylet": "raylet", "gcs_server": "head (gcs_server)"}
 """Of a local Ray, those that it does not live without."""
@@ -127,7 +127,13 @@ class LostError(RunError):
 
 
 class CallError(RunError):
-    """A call failed by its own error: whoever was asked has not died of it."""
+    """A call failed by its own error: whoever was asked has not died of it.
+
+    Attributes:
+        is_of_user: whether that is an error of what the user gave, a function, a row or a setting.
+    """
+
+    is_of_user = False
 
 
 class RayDownError(RunError):
@@ -325,7 +331,11 @@ class Supervisor:
                 of_one = f"{who}: " if phase == START_TRAINERS else ""
                 return InputError(f"{phase}: {of_one}{_reason(error)}")
             message = f"{phase}: {who} failed {version}: {_reason(error)}"
-            return LostError(message, [who], phase) if _is_broken_connection(error.cause) else CallError(message)
+            if _is_broken_connection(error.cause):
+                return LostError(message, [who], phase)
+            failure = CallError(message)
+            failure.is_of_user = isinstance(error.cause, BadInputError | HookError)
+            return failure
         _check_ray(phase, _RAY_GRACE_S)
         if isinstance(error, (RayActorError, OutOfMemoryError)):
             message = f"{phase}: {why_it_died(error, who)} {version}"

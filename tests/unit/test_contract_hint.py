@@ -10,7 +10,7 @@ import pytest
 
 from slime.driver import process
 from slime.driver.process import contract_hint
-from slime.ray.supervision import InputError, RunError
+from slime.ray.supervision import CallError, InputError, RunError
 from tests.plugin_contracts import (
     test_plugin_generate_contracts,
     test_plugin_path_loading_contracts,
@@ -43,6 +43,14 @@ def test_a_reward_is_checked_after_the_generate_function_that_it_may_read_from()
     assert hint.endswith(" --custom-rm-path f.py:rm --custom-generate-function-path my.env:generate")
 
 
+def test_the_check_reads_the_rows_that_the_run_reads() -> None:
+    args = Namespace(prompt_data="my rows.jsonl", input_key="messages", label_key=None, apply_chat_template=True)
+    args.max_turns, args.reward_key = 3, "score"
+    hint = contract_hint(args, "--custom-rm-path f.py:rm must return a number")
+    rows = "--prompt-data 'my rows.jsonl' --input-key messages --apply-chat-template --reward-key score --max-turns 3"
+    assert hint.endswith(f" --custom-rm-path f.py:rm {rows}")
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -56,7 +64,23 @@ def test_other_errors_have_no_check(message: str) -> None:
     assert contract_hint(Namespace(), message) == ""
 
 
-@pytest.mark.parametrize(("error", "is_told"), [(RunError, True), (InputError, False)])
+@pytest.mark.parametrize("of_user", [True, False])
+def test_what_the_user_gave_is_no_fault_of_the_host(
+    of_user: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(process, "check_patches", lambda *_: None)
+    error = CallError("rollout 0: the rollout manager failed: sample 3: the reward is a dict")
+    error.is_of_user = of_user
+
+    def train(args: Namespace) -> None:
+        raise error
+
+    with pytest.raises(SystemExit):
+        process.run_driver(train, Namespace(dry_run=None, num_rollout=None))
+    assert ("look for what is wrong with this host" in capsys.readouterr().err) != of_user
+
+
+@pytest.mark.parametrize(("error", "is_told"), [(RunError, True), (CallError, True), (InputError, False)])
 def test_the_last_line_of_a_run_says_how_to_try_it(
     error: type[RunError], is_told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

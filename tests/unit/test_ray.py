@@ -29,7 +29,7 @@ from slime.observability import logs, trace
 from slime.options.errors import OptionError
 from slime.ray import janitor, supervision
 from slime.ray.engine_actor import EngineActor, EngineNode, EnginePlan
-from slime.ray.supervision import LOAD_DATA, Deadline, InputError, RunError, Supervisor, limit_of
+from slime.ray.supervision import LOAD_DATA, CallError, Deadline, InputError, RunError, Supervisor, limit_of
 from slime.utils.environment import as_environment
 from slime.utils.errors import BadInputError, DeadlineError, HookError
 from tests.small_fleet import slot_options
@@ -125,12 +125,21 @@ def test_a_bug_is_shown_with_the_end_of_its_traceback(kind: Callable[[str], Exce
         (OptionError("--lr"), LOAD_DATA, InputError),
         (BadInputError("another class"), supervision.RESTORE_DATA, InputError),
         (OptionError("other adapters"), supervision.START_TRAINERS, InputError),
-        (BadInputError("row 3"), "rollout 3", RunError),
-        (ValueError("a bug"), LOAD_DATA, RunError),
+        (BadInputError("row 3"), "rollout 3", CallError),
+        (ValueError("a bug"), LOAD_DATA, CallError),
     ],
 )
 def test_only_bad_input_before_the_start_has_status_2(error: Exception, phase: str, expected: type) -> None:
     assert type(failure_of(error, phase)) is expected
+
+
+@pytest.mark.parametrize(
+    ("error", "of_user"), [(BadInputError("a"), True), (HookError("a"), True), (KeyError("a"), False)]
+)
+def test_an_error_of_what_the_user_gave_is_known_as_such(error: Exception, of_user: bool) -> None:
+    failure = failure_of(error, "rollout 3")
+    assert isinstance(failure, CallError)
+    assert failure.is_of_user == of_user
 
 
 def test_an_engine_that_does_not_start_ends_its_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

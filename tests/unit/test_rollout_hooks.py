@@ -69,6 +69,10 @@ def test_custom_generate_fan_out_and_evaluation(
     assert result[0].response == "True"
 
 
+FILLED = (
+    "sample.tokens, sample.response, sample.response_length = [1, 2, 3], 'ab', 2\n"
+    "    sample.loss_mask, sample.rollout_log_probs = [0, 1], [0.0, -0.5]\n"
+)
 BAD_HOOKS = [
     ("    raise KeyError('boom')\n", r"--custom-generate-function-path .* raised KeyError: 'boom'[\s\S]*Traceback"),
     ("    return None\n", "must return a Sample or a non-empty list of Sample, not None"),
@@ -77,6 +81,26 @@ BAD_HOOKS = [
     (
         "    import copy\n    a, b = copy.copy(sample), copy.copy(sample)\n    b.rollout_id = 77\n    return [a, b]\n",
         "cut one rollout into samples of different rollout_id",
+    ),
+    *(
+        (f"    {FILLED}    {line}\n    return sample\n", rf"returned an inconsistent sample: sample \d: {message}")
+        for line, message in (
+            (
+                "sample.rollout_log_probs[1] = float('nan')",
+                "the rollout_log_prob of response token 1 is nan, which",
+            ),
+            ("sample.rollout_log_probs[0] = None", "the rollout_log_prob of response token 0 is None, which is masked"),
+            ("sample.rollout_log_probs[0] = 'x'", "rollout_log_probs are not all numbers"),
+            ("sample.loss_mask = [0.5, 1]", r"loss_mask must be of 0 and 1, got \[0.5, 1\]"),
+            ("sample.tokens[0] = 1 << 30", "token id 1073741824 is outside the model's vocabulary of 1048576"),
+            ("sample.tokens[0] = -1", "token id -1 is outside"),
+            ("sample.tokens[0] = 1.0", "among its tokens is 1.0: they are ids, integers"),
+            ("sample.tokens[0] = None", "among its tokens is None"),
+            ("sample.response = None", "response is None, not of type str"),
+            ("sample.metadata = None", "metadata is None, not of type dict"),
+            ("sample.status = 'completed'", "status is 'completed', not of type Status"),
+            ("sample.response_length = 2.0", "response_length is 2.0, not of type int"),
+        )
     ),
 ]
 
@@ -89,6 +113,19 @@ def test_bad_custom_generate(
     hook = hook_file(tmp_path, f"async def generate(args, sample, sampling_params):\n{body}")
     with pytest.raises(HookError, match=message):
         rollout(make_args(custom_generate_function_path=str(hook)))
+
+
+def test_arrays_and_tensors_of_a_function_are_lists_afterwards(
+    make_args: Args, use: Callable[..., FakeClient], tmp_path: Path
+) -> None:
+    use(FakeClient())
+    makes = "sample.tokens = torch.tensor(sample.tokens)\n    sample.loss_mask = np.array(sample.loss_mask)\n"
+    makes += "    sample.rollout_log_probs = torch.tensor(sample.rollout_log_probs)\n"
+    body = f"import numpy as np, torch\nasync def generate(args, sample, sampling_params):\n    {FILLED}    {makes}"
+    hook = hook_file(tmp_path, f"{body}    return sample\n")
+    for group in rollout(make_args(custom_generate_function_path=str(hook))).samples:
+        for sample in flatten_samples(group):
+            assert (sample.tokens, sample.loss_mask, sample.rollout_log_probs) == ([1, 2, 3], [0, 1], [0.0, -0.5])
 
 
 def test_sample_names_its_own_functions(make_args: Args, use: Callable[..., FakeClient], tmp_path: Path) -> None:

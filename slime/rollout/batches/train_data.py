@@ -16,6 +16,7 @@ from slime.batching.schedule import build_schedule, train_batches
 from slime.data import ColumnError, Ragged, Sample, Status, TrainBatch
 from slime.data.columns import LOSS_MASK, ROUTES, TOKENS, Values, from_samples
 from slime.data.routes import RouteError, RouteShape
+from slime.data.sample_values import check_mask, no_log_prob, outside_vocabulary
 from slime.data.source.numbers import numbers_kept
 from slime.options.checks.hook_paths import columns_of
 from slime.options.flags.schema import flag_named
@@ -180,8 +181,7 @@ def _loss_mask(sample: Sample) -> Sequence[int] | np.ndarray:
         return np.zeros(sample.response_length, dtype=np.uint8)
     if sample.loss_mask is None:
         return np.ones(sample.response_length, dtype=np.uint8)
-    if not set(sample.loss_mask) <= {0, 1}:
-        raise ValueError(f"sample {sample.index}: loss_mask must be of 0 and 1, got {sorted(set(sample.loss_mask))}")
+    check_mask(sample)
     return sample.loss_mask
 
 
@@ -191,8 +191,7 @@ def _check_vocabulary(args: Namespace, samples: list[Sample], tokens: Values | N
     if wrong.size:
         position = int(np.searchsorted(tokens.offsets, wrong[0], side="right")) - 1
         raise ValueError(
-            f"{_name(position, samples[position])}: token id {tokens.values[wrong[0]]} is outside the model's "
-            f"vocabulary of {args.vocab_size}"
+            f"{_name(position, samples[position])}: {outside_vocabulary(tokens.values[wrong[0]], args.vocab_size)}"
         )
 
 
@@ -224,11 +223,8 @@ def _rollout_log_probs(args: Namespace, samples: list[Sample]) -> Ragged | None:
     if wrong.size:
         position = int(np.searchsorted(log_probs.offsets, wrong[0], side="right")) - 1
         token = int(wrong[0] - log_probs.offsets[position])
-        is_trained = bool(_loss_mask(samples[position])[token])
-        raise ValueError(
-            f"{_name(position, samples[position])}: the rollout_log_prob of response token {token} is "
-            f"{log_probs.values[wrong[0]]}, which {'is trained on' if is_trained else 'is masked: give it 0.0'}"
-        )
+        problem = no_log_prob(token, log_probs.values[wrong[0]], bool(_loss_mask(samples[position])[token]))
+        raise ValueError(f"{_name(position, samples[position])}: {problem}")
     return log_probs
 
 

@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 from slime.algorithms.rewards import LARGEST_REWARD
 from slime.data import Group, Sample, Status
 from slime.data.rows.conversation import RowError
+from slime.data.sample_values import check_filled
 from slime.data.source.numbers import Numbers, numbers_kept, numbers_of, restore, same
 from slime.data.source.rollout_context import current_rollout
 from slime.observability import events
+from slime.options.flags.schema import flag_named
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.batches.train_data import check_response
 from slime.rollout.engine.generation import generate, warm_up
@@ -207,7 +209,7 @@ class GroupRun:
             limit = self._limit(f"the generation of sample {sample.index} by {flag} {path}")
             numbers = numbers_of(given)
             result = await call_hook(function, f"{flag} {path}", self.args, *by_position, limit=limit, **known)
-            result = _checked(result, numbers, f"{flag} {path}")
+            result = _checked(result, numbers, f"{flag} {path}", self.args.vocab_size)
             if self.args.asynchronous or self.args.mask_offpolicy_in_partial_rollout:
                 for part in flatten_samples(result):
                     note_version(part, version)  # when it was called: the oldest that it can be
@@ -308,18 +310,20 @@ class GroupRun:
 
     def _must_be_trainable(self, sample: Sample, judge: str) -> None:
         args = self.args
-        key = args.eval_reward_key if self._evaluation else args.reward_key
+        name = "eval_reward_key" if self._evaluation else "reward_key"
+        key = getattr(args, name)
         own = args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path
         if sample.reward is None or (isinstance(sample.reward, dict) and key is None and own):
             return
         try:
-            value = sample.get_reward_value(Namespace(reward_key=key))
+            value = sample.get_reward_value(Namespace(reward_key=key), flag_named(name))
         except (ValueError, TypeError, OverflowError) as error:
             # Of a judge that gives numbers too it is an odd answer; else the key is missing, which no try can mend.
             is_odd = (
                 judge in self._state.runtime.judges_of_numbers or not isinstance(sample.reward, dict) or key is not None
             )
-            raise (HookError if is_odd or args.on_sample_error == "drop" else SettingError)(str(error)) from error
+            kind = HookError if is_odd or args.on_sample_error == "drop" else SettingError
+            raise kind(f"{judge}: {error}") from error
         if not isinstance(sample.reward, dict):
             self._state.runtime.judges_of_numbers.add(judge)
         if not abs(value) <= LARGEST_REWARD:
@@ -365,7 +369,7 @@ def _is_refusal(error: Exception) -> bool:
     return isinstance(error, BadInputError) or isinstance(error.__cause__, BadInputError)
 
 
-def _checked(result: Any, numbers: Numbers, where: str) -> Sample | list[Sample]:
+def _checked(result: Any, numbers: Numbers, where: str, vocab_size: int) -> Sample | list[Sample]:
     """The result of a custom generate function; all its samples have the numbers of the one that it was given."""
     parts = result if isinstance(result, list) else [result]
     if not parts or not all(isinstance(part, Sample) for part in parts):
@@ -374,7 +378,7 @@ def _checked(result: Any, numbers: Numbers, where: str) -> Sample | list[Sample]
         if part.status is Status.PENDING:
             part.status = Status.COMPLETED
         try:
-            part.check()
+            check_filled(part, vocab_size)
         except ValueError as error:
             raise HookError(f"{where} returned an inconsistent sample: {error}") from error
     ids = [part.rollout_id for part in parts if part.rollout_id is not None]
