@@ -36,11 +36,15 @@ _ROUTED_AT_LEAST = 0.9
 """Share of tokens with the engine's routes under ``--ci-test``: of those that no engine has computed there are few."""
 
 
+class SampleError(BadInputError):
+    """A sample cannot be trained on, whoever made it."""
+
+
 def to_train_batches(args: Namespace, samples: list[Sample], dp_size: int) -> tuple[list[TrainBatch], dict[str, float]]:
     """Check, normalise, schedule and deal out the samples of one rollout, flat, in any order: a batch for each of
     ``dp_size`` data-parallel ranks, and the metrics of `rollout_metrics` and `reward_metrics`. Samples that one rollout
-    was cut into share ``rollout_id``. ValueError for a sample that cannot be trained on (named by its index), or counts
-    that do not divide into steps."""
+    was cut into share ``rollout_id``. SampleError for a sample that cannot be trained on (named by its index),
+    ValueError for counts that do not divide into steps."""
     samples, columns = _rows(args, samples)
     lengths = _padded_lengths(args, columns.lengths)
     dynamic = args.use_dynamic_batch_size
@@ -75,19 +79,21 @@ def _rows(args: Namespace, samples: list[Sample]) -> tuple[list[Sample], TrainBa
     converted = convert(args, samples)
     try:
         return converted.samples, to_columns(args, converted.samples, converted)
-    except BadInputError:
-        raise
-    except ValueError as error:
+    except SampleError as error:
         raise BadInputError(f"{CONVERSION} {args.custom_convert_samples_to_train_data_path}: {error}") from error
 
 
 def to_columns(args: Namespace, samples: list[Sample], converted: Converted | None = None) -> TrainBatch:
     """Every sample as one row, unscheduled (``steps`` is empty), of what a user's function says of its samples where it
-    has ``converted`` them. Raises ValueError as `to_train_batches` does."""
+    has ``converted`` them. Raises SampleError as `to_train_batches` does."""
     if not samples:
-        raise ValueError("the rollout returned no samples")
+        raise SampleError("the rollout returned no samples")
     for position, sample in enumerate(samples):
-        sample.check()
+        try:
+            sample.check()
+            check_mask(sample)
+        except ValueError as error:
+            raise SampleError(str(error)) from error
         check_response(sample, _name(position, sample))
     made = _made_of_rollout(args, samples, converted)
     values: dict[str, Values | None] = {}
@@ -166,11 +172,11 @@ def _name(position: int, sample: Sample) -> str:
 
 
 def check_response(sample: Sample, name: str) -> None:
-    """Raise ValueError, which begins with ``name``, where there is no response, or no prompt before it."""
+    """Raise SampleError, which begins with ``name``, where there is no response, or no prompt before it."""
     if sample.response_length < 1:
-        raise ValueError(f"{name}: empty response; a rollout must replace or leave out such a sample")
+        raise SampleError(f"{name}: empty response; a rollout must replace or leave out such a sample")
     if sample.response_length >= len(sample.tokens):
-        raise ValueError(
+        raise SampleError(
             f"{name}: {len(sample.tokens)} tokens, all of them response; the first response token needs at least one "
             "prompt token before it"
         )
@@ -181,7 +187,6 @@ def _loss_mask(sample: Sample) -> Sequence[int] | np.ndarray:
         return np.zeros(sample.response_length, dtype=np.uint8)
     if sample.loss_mask is None:
         return np.ones(sample.response_length, dtype=np.uint8)
-    check_mask(sample)
     return sample.loss_mask
 
 
@@ -190,7 +195,7 @@ def _check_vocabulary(args: Namespace, samples: list[Sample], tokens: Values | N
     wrong = np.flatnonzero((tokens.values < 0) | (tokens.values >= args.vocab_size))
     if wrong.size:
         position = int(np.searchsorted(tokens.offsets, wrong[0], side="right")) - 1
-        raise ValueError(
+        raise SampleError(
             f"{_name(position, samples[position])}: {outside_vocabulary(tokens.values[wrong[0]], args.vocab_size)}"
         )
 
@@ -209,11 +214,11 @@ def _rollout_log_probs(args: Namespace, samples: list[Sample]) -> Ragged | None:
     needed_by = [name for name in _NEEDS_ENGINE if getattr(args, name)]
     if missing and needed_by:
         flag = flag_named(needed_by[0])
-        raise ValueError(f"{_name(missing[0], samples[missing[0]])}: no rollout_log_probs, which {flag} needs")
+        raise SampleError(f"{_name(missing[0], samples[missing[0]])}: no rollout_log_probs, which {flag} needs")
     if not needed_by and all(s.rollout_log_probs is None for s in samples):
         return None
     if missing:
-        raise ValueError(
+        raise SampleError(
             f"{_name(missing[0], samples[missing[0]])}: no rollout_log_probs, but other samples have them "
             f"({len(missing)} of {len(samples)} samples lack them)"
         )
@@ -224,7 +229,7 @@ def _rollout_log_probs(args: Namespace, samples: list[Sample]) -> Ragged | None:
         position = int(np.searchsorted(log_probs.offsets, wrong[0], side="right")) - 1
         token = int(wrong[0] - log_probs.offsets[position])
         problem = no_log_prob(token, log_probs.values[wrong[0]], bool(_loss_mask(samples[position])[token]))
-        raise ValueError(f"{_name(position, samples[position])}: {problem}")
+        raise SampleError(f"{_name(position, samples[position])}: {problem}")
     return log_probs
 
 
@@ -274,7 +279,7 @@ def _weight_versions(samples: list[Sample]) -> Ragged:
         versions = np.array(made, dtype=np.int32)
         trained = np.asarray(_loss_mask(sample)) == 1
         if lacking := int((trained & (versions < 0)).sum()):
-            raise ValueError(
+            raise SampleError(
                 f"{_name(position, sample)}: --keep-old-actor needs the weights' version of every trained token, and "
                 f"{lacking} of {int(trained.sum())} have none; a generate function notes it by passing meta_info to "
                 "Sample.append_response_tokens"
@@ -302,15 +307,19 @@ def _rewards(args: Namespace, samples: list[Sample], rollout_ids: np.ndarray) ->
 
 
 def usual_rewards(args: Namespace, samples: list[Sample], rollout_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Raw rewards, and these relative to their groups as the options have it; float64 [samples]. ValueError of a sample
-    without a reward, or without a group where groups are compared."""
-    raw = _reward_column([s.get_reward_value(args) for s in samples], samples, "reward")
+    """Raw rewards, and these relative to their groups as the options have it; float64 [samples]. SampleError of a
+    sample without a reward, or without a group where groups are compared."""
+    try:
+        values = [sample.get_reward_value(args) for sample in samples]
+    except ValueError as error:
+        raise SampleError(str(error)) from error
+    raw = _reward_column(values, samples, "reward")
     shaped = raw + _overlong_penalties(args, samples)
     if args.reward_baseline is None:
         return raw, shaped
     for position, sample in enumerate(samples):
         if sample.group_index is None:
-            raise ValueError(
+            raise SampleError(
                 f"{_name(position, sample)}: rewards are normalised by group, so every sample needs a group_index "
                 f"(or pass --disable-rewards-normalization)"
             )
@@ -332,16 +341,16 @@ def _overlong_penalties(args: Namespace, samples: list[Sample]) -> np.ndarray:
 def _reward_column(rewards: Iterable[float], samples: list[Sample], what: str) -> np.ndarray:
     values = list(rewards)
     if len(values) != len(samples):
-        raise ValueError(f"{what}: {len(values)} values for {len(samples)} samples")
+        raise SampleError(f"{what}: {len(values)} values for {len(samples)} samples")
     try:
         column = np.array([float(value) for value in values], dtype=np.float64)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{what}: not all values are numbers: {error}") from error
+        raise SampleError(f"{what}: not all values are numbers: {error}") from error
     wrong = np.flatnonzero(~(np.abs(column) <= LARGEST_REWARD))
     if wrong.size:
         position = int(wrong[0])
         found = f"the {what} is {column[position]:g}, and must be within {LARGEST_REWARD:g}"
-        raise ValueError(f"{_name(position, samples[position])}: {found}")
+        raise SampleError(f"{_name(position, samples[position])}: {found}")
     return column
 
 
