@@ -20,7 +20,14 @@ from slime.data.rows.tokenizer import probe_tokens
 from slime.data.source.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.data.source.prompts import as_groups, put_back
 from slime.data.source.rollout_context import rollout_context
-from slime.data.source.users_class import make_data_source, num_rollout, restore_source, source_state, state_by_value
+from slime.data.source.users_class import (
+    check_going_on,
+    make_data_source,
+    num_rollout,
+    restore_source,
+    source_state,
+    state_by_value,
+)
 from slime.driver.rates import operations
 from slime.fleet.membership import Membership
 from slime.fleet.routers import Routers
@@ -99,6 +106,7 @@ class RolloutManager:
         rollouts = num_rollout(self._args, self._data_source)
         self._args = argparse.Namespace(**vars(self._args) | {"num_rollout": rollouts})
         check_schedule(self._args)
+        check_going_on(self._args, self._data_source)  # before a model is loaded; `restore` tells what it warns of
         for warning in data_warnings(self._args, self._data_source):
             logger.warning(warning)
         return rollouts

@@ -62,6 +62,10 @@ def _present(load_dir: str | Path) -> str:
     return ", ".join(sorted(p.name for p in Path(load_dir).glob("iter_*"))) or "none"
 
 
+ROLLOUT_STATE = "rollout_state.pt"
+"""In a run's checkpoint, the data side's."""
+
+
 def find_checkpoint(load_dir: str | Path, step: int | None = None) -> tuple[Path, int] | None:
     """The checkpoint after rollout ``step``, by default the latest, as (directory, rollout id); None where there is
     none. Of weights only, the id is -1.

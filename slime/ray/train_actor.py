@@ -17,7 +17,8 @@ from torch.distributed import TCPStore
 
 from slime.backends.trainers import trainer_of
 from slime.data import TrainBatch
-from slime.files.checkpoints import checkpoint_directory
+from slime.data.source.users_class import saved_state
+from slime.files.checkpoints import ROLLOUT_STATE, checkpoint_directory
 from slime.files.hf_writer import NamedTensors
 from slime.files.storage import writing
 from slime.observability import logs
@@ -28,7 +29,6 @@ from slime.training import checkpoint_dirs
 from slime.training.protocol import Trainer
 from slime.utils import device, patching
 from slime.utils.environment import as_environment, forget_secrets
-from slime.utils.errors import BadInputError
 from slime.utils.http_utils import LOOPBACK
 from slime.utils.stores import NODE_ADDRESS_VARIABLE, RENDEZVOUS, serve_store
 from slime.weights import EngineAddress
@@ -36,7 +36,6 @@ from slime.weights import EngineAddress
 if TYPE_CHECKING:
     from slime.weights.publisher import WeightPublisher
 
-_ROLLOUT_STATE = "rollout_state.pt"
 _STILL_WHOLE = "earlier checkpoints are whole"
 _STORE_IS_THERE = "TORCHELASTIC_USE_AGENT_STORE"
 
@@ -92,12 +91,7 @@ class TrainActor:
                     checkpoint_dirs.check_shared(place, flag_named(option))
         state = None
         if self._trainer.resumed_from and self._rank == 0:
-            path = Path(self._trainer.resumed_from, _ROLLOUT_STATE)
-            if not path.is_file():
-                raise BadInputError(f"--load: {path} is missing: without it the data could only start anew")
-            # Samples hold what rows and users' code have put there, such as dates. Nor would a plain format make a
-            # stranger's checkpoint safe: the .metadata beside this file, which torch has read by now, is a pickle.
-            state = torch.load(path, weights_only=False)
+            state = saved_state(self._trainer.resumed_from)
         return self._trainer.start_rollout_id, self._trainer.dp_size, state
 
     def dp_rank(self) -> int:
@@ -167,7 +161,7 @@ class TrainActor:
             directory = checkpoint_dirs.begin_save(save, rollout_id)
             self._trainer.save(directory)
             if self._rank == 0:
-                torch.save(rollout_state, Path(directory, _ROLLOUT_STATE))
+                torch.save(rollout_state, Path(directory, ROLLOUT_STATE))
         if critic_save is not None:
             # First: a run resumes by the actor's latest, and finds the critic's of the same rollout.
             critic_place = "--critic-save" if critic_save == self._args.critic_save else place

@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import train
 from slime.data.source.users_class import make_data_source, num_rollout
 from slime.driver.rollout_manager import RolloutManager
 from slime.entry.arguments import parse_args
+from slime.files.checkpoints import ROLLOUT_STATE
 from slime.observability import logs, trace
 from slime.options.flags.sglang import ROUTER_POLICY
 from slime.utils import patching
@@ -21,6 +23,10 @@ from tests.command_line import write_checkpoint
 from tools import make_tiny_model
 
 NUM_GPUS = 0
+BEYOND = (
+    "--prompt-data has 4 prompts, the checkpoint was 5 into an epoch of 8: resume with the data it was made with, or "
+    "--restart-epoch begins this epoch anew with the data as it is now"
+)
 GOOD = {"prompt": [{"role": "user", "content": "1+1="}], "label": "2"}
 
 
@@ -252,6 +258,40 @@ def test_what_would_fail_or_end_when_the_run_starts(
         assert _dry_run(model, row, monkeypatch, *words) == 2
         (error,) = capsys.readouterr().err.strip().splitlines()
         assert expected in error
+
+
+def test_what_a_resume_would_say_of_the_data(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path / "ckpt", "0", {})
+    saved = tmp_path / "ckpt" / "iter_0000000"
+    words = ["--load", str(tmp_path / "ckpt")]
+
+    def says(rows: int, *more: str) -> tuple[int, str]:
+        status = _dry_run(model, (json.dumps(GOOD) + "\n") * rows, monkeypatch, *words, *more)
+        out, error = capsys.readouterr()
+        return status, out if status == 0 else error
+
+    rows = model.parent / "eight.jsonl"
+    rows.write_text((json.dumps(GOOD) + "\n") * 8)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--fp32", "--hf-checkpoint", str(model), "--prompt-data", str(rows)])
+    sys.argv += ["--input-key", "prompt", "--label-key", "label", "--rm-type", "math", "--apply-chat-template"]
+    sys.argv += ["--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--num-rollout", "3"]
+    sys.argv += ["--colocate", "--rollout-max-response-len", "8"]
+    source = make_data_source(parse_args())
+    source.get_samples(5)
+    torch.save({"data_source": source.state_dict(), "data_source_class": "ours"}, saved / ROLLOUT_STATE)
+    status, text = says(8)
+    assert (status, "resuming over other prompts" in text) == (0, False)
+    status, text = says(9)
+    changed = "warning: resuming over other prompts than the checkpoint's (num_prompts: 8 then, 9 now"
+    assert (status, changed in text) == (0, True)
+    assert says(4) == (2, f"train.py: error: load data: {BEYOND}\n")
+    status, text = says(4, "--restart-epoch")
+    assert (status, "warning: --restart-epoch: epoch 0 begins anew" in text) == (0, True)
+    torch.save({"data_source_class": "mine.Source"}, saved / ROLLOUT_STATE)
+    status, text = says(8)
+    assert (status, "the checkpoint was made with mine.Source" in text) == (2, True)
 
 
 def test_recorded_rollouts_that_are_not_there(

@@ -242,23 +242,28 @@ class RolloutDataSource(DataSource):
                 "shuffle": [bool(self.args.rollout_shuffle), int(self.args.rollout_seed)],
             }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken; other rows, shuffle or sizes of groups than then are warned of.
-        BadInputError where the position lies beyond the data, or the state has a buffer, which would be lost."""
+    def going_on(self, state: dict[str, Any]) -> tuple[int, list[str]]:
+        """Where in its epoch it would go on from a state, and what is other than then of rows, shuffle or sizes of
+        groups, in lines. BadInputError where the position lies beyond the data, or the state has what would be lost."""
+        self._check_buffer(state)
+        cursor, warning = cursor_over(state, self.state_dict(), restart=self.args.restart_epoch)
+        waiting = len(state.get("in_flight", [])) + len(state.get("buffer", []))
+        lines = warning, changed_group_size(state, waiting, self.args.n_samples_per_prompt)
+        return cursor, [line for line in lines if line is not None]
+
+    def _check_buffer(self, state: dict[str, Any]) -> None:
         if state.get("buffer"):
             raise BadInputError(
                 f"the checkpoint has {len(state['buffer'])} groups in its buffer, and {type(self).__name__} has none: "
                 f"resume with the --data-source-path it was made with, such as {DEFAULT_SOURCE}"
             )
-        self._go_on(state)
 
-    def _go_on(self, state: dict[str, Any]) -> None:
-        cursor, warning = cursor_over(state, self.state_dict(), restart=self.args.restart_epoch)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken; what `going_on` says of that is warned of."""
+        cursor, warnings = self.going_on(state)
+        for line in warnings:
+            logger.warning(line)
         again = _from_dicts(state.get("in_flight", []))
-        waiting = len(again) + len(state.get("buffer", []))
-        for line in (warning, changed_group_size(state, waiting, self.args.n_samples_per_prompt)):
-            if line is not None:
-                logger.warning(line)
         self._epoch, self._cursor = state["epoch"], cursor
         self.num_read, self._num_samples = state["num_groups"], state["num_samples"]
         self.num_added = state["num_added"]
@@ -348,12 +353,14 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         with self.lock:
             return super().state_dict() | {"buffer": _as_dicts(self.buffer)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """`RolloutDataSource.load_state_dict`; the state of a class without a buffer is refused too."""
+    def _check_buffer(self, state: dict[str, Any]) -> None:
         if "buffer" not in state:
             had = f"the checkpoint's data source had no buffer, {type(self).__name__} has one"
             raise BadInputError(f"{had}: resume with the --data-source-path it was made with")
-        self._go_on(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """`RolloutDataSource.load_state_dict`; the state of a class without a buffer is refused too."""
+        super().load_state_dict(state)
         self.buffer = _from_dicts(state["buffer"])
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 from typing import Any
 
-from slime.data.source.data_source import DataSource, RolloutDataSource
+import torch
+
+from slime.data.source.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.files.checkpoints import ROLLOUT_STATE, find_checkpoint
 from slime.utils.calls import parameters_of
 from slime.utils.errors import BadInputError, SlimeError
 from slime.utils.misc import attribute_of, load_function
@@ -57,17 +61,47 @@ def restore_source(source: Any, rollout_id: int, state: dict[str, Any]) -> None:
     """The inverse of `source_state`; BadInputError if the state is that of a class of another kind."""
     if source is None:
         return
+    _check_kind(source, state)
+    if _STATE in state:
+        source.load_state_dict(state[_STATE])
+    if _has_own(source, "load"):
+        with naming(f"{type(source).__name__}.load (--data-source-path)", passes=SlimeError):
+            source.load(rollout_id)
+
+
+def _check_kind(source: Any, state: dict[str, Any]) -> None:
     if isinstance(source, RolloutDataSource) != (_STATE in state):
         made_with = state.get(_CLASS, "no data source (--load-debug-rollout-data)")
         raise BadInputError(
             f"--load: the checkpoint was made with {made_with}, and --data-source-path is now {_class_name(source)}, "
             f"which cannot go on from there: resume with the former"
         )
-    if _STATE in state:
-        source.load_state_dict(state[_STATE])
-    if _has_own(source, "load"):
-        with naming(f"{type(source).__name__}.load (--data-source-path)", passes=SlimeError):
-            source.load(rollout_id)
+
+
+def saved_state(directory: str | Path) -> dict[str, Any]:
+    """The data side's state of a run's checkpoint; BadInputError where there is none."""
+    path = Path(directory, ROLLOUT_STATE)
+    if not path.is_file():
+        raise BadInputError(f"--load: {path} is missing: without it the data could only start anew")
+    # Samples hold what rows and users' code have put there, such as dates. Nor would a plain format make a stranger's
+    # checkpoint safe: the .metadata beside this file, which trainers read, is a pickle.
+    state: dict[str, Any] = torch.load(path, weights_only=False)
+    return state
+
+
+def check_going_on(args: argparse.Namespace, source: Any) -> list[str]:
+    """What a resume would warn of the data, where this host has the checkpoint; BadInputError where the source cannot
+    go on from it. Nothing of a source is changed, nor are its own `load` and `load_state_dict` called."""
+    found = find_checkpoint(args.load, args.ckpt_step) if args.load else None
+    if source is None or found is None or found[1] < 0 or not Path(found[0], ROLLOUT_STATE).is_file():
+        return []
+    state = saved_state(found[0])
+    _check_kind(source, state)
+    ours = (RolloutDataSource.load_state_dict, RolloutDataSourceWithBuffer.load_state_dict)
+    if getattr(type(source), "load_state_dict", None) not in ours:
+        return []
+    _, lines = source.going_on(state[_STATE])
+    return list(lines)
 
 
 def _has_own(source: Any, method: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from slime.data.routes import RouteShape
 from slime.data.rows.dataset import data_warnings, dataset_of
-from slime.data.source.users_class import make_data_source, num_prompts, num_rollout
+from slime.data.source.users_class import check_going_on, make_data_source, num_prompts, num_rollout
 from slime.driver.preflight import host_memory
 from slime.driver.preflight.patch_report import lines as patches_of
 from slime.driver.preflight.places import place_warnings, room_warnings
@@ -91,4 +91,5 @@ def _check_prompts(args: argparse.Namespace) -> tuple[argparse.Namespace, list[s
     room = room_warnings(args)
     dataset = dataset_of(source)
     read = [] if dataset is None else dataset.warnings
-    return args, [data, *_as_warnings([*read, *data_warnings(args, source), *room]), left]
+    going_on = check_going_on(args, source)
+    return args, [data, *_as_warnings([*read, *data_warnings(args, source), *going_on, *room]), left]
