@@ -12,6 +12,8 @@ from slime.options.flags.schema import flag_named
 from slime.utils import device
 from slime.utils.errors import SlimeError
 
+_FILL_SAMPLES = ("custom_generate_function_path", "custom_agent_function_path", "rollout_sample_hook_path")
+"""Options of functions that decide what of a sample is trained on."""
 logger = logging.getLogger(__name__)
 
 _DIFFERENCE = "train/train_rollout_logprob_abs_diff"
@@ -117,6 +119,13 @@ def _check_mismatch(args: Namespace, where: str, difference: float) -> None:
     if difference <= args.mismatch_threshold:
         return
     advice = ["lower --max-weight-staleness" if args.asynchronous else "look at their precision and kernels"]
+    if filling := [name for name in _FILL_SAMPLES if getattr(args, name, None)]:
+        of_user = (
+            f"where the probe of the pushes agrees, look at what {flag_named(filling[0])} has trained on: what the "
+            "engine did not generate, as the words of a tool, needs a loss_mask of 0 (docs/customize.md, 'Check a "
+            "function')"
+        )
+        advice.insert(0, of_user)
     given = [name for name in ("use_tis", "use_rs", "use_rollout_logprobs") if getattr(args, name)]
     if given:
         advice.append(f"raise --mismatch-threshold, as {flag_named(given[0])} corrects for this")

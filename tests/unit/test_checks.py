@@ -206,6 +206,13 @@ def test_a_mismatch_advises_what_is_not_given_yet(
     assert caplog.messages[0].endswith(advice)
 
 
+def test_a_mismatch_may_be_of_what_a_users_function_has_filled(caplog: pytest.LogCaptureFixture) -> None:
+    args = options(ci_test=False, custom_generate_function_path="my.py:generate")
+    check_step(args, "here", {DIFFERENCE: 9.0}, is_first=False)
+    assert ": where the probe of the pushes agrees, look at what --custom-generate-function-path" in caplog.messages[0]
+    assert "needs a loss_mask of 0" in caplog.messages[0]
+
+
 @pytest.mark.parametrize("difference", [0.21, math.nan])
 def test_a_mismatch_warns_and_stops_where_asked(difference: float, caplog: pytest.LogCaptureFixture) -> None:
     quiet = {"ci_test": False, "mismatch_threshold": 0.2}
