@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install, then train a tiny model with reinforcement learning on this machine: six to ten minutes on two CPU cores after the install.
+# Install, then train a tiny model with reinforcement learning on this machine: about three minutes on two idle CPU cores after the install.
 # Options are those of tools/quickstart.py: --output-dir DIR, --seed N, --rm-type random, --time-limit MINUTES.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -69,6 +69,24 @@ EVERY_KEY = {
 }
 
 
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [
+        ({}, True),
+        ({"temperature": 0.1}, False),
+        ({"n_samples_per_eval_prompt": 1}, False),
+        ({"custom_generate_function_path": "eval_hook.py"}, False),
+    ],
+)
+def test_greedy_responses_to_one_prompt_are_one(
+    changes: dict[str, Any], warned: bool, parse: Parse, capsys: pytest.CaptureFixture[str]
+) -> None:
+    greedy = {"path": "gsm8k.jsonl", "temperature": 0, "n_samples_per_eval_prompt": 4}
+    parse({"datasets": {"mine": greedy | changes}})
+    line = "warning: --eval-config eval.yaml: mine: at temperature 0 its 4 responses to a prompt"
+    assert (line in capsys.readouterr().err) == warned
+
+
 @pytest.mark.parametrize("below_eval", [False, True])
 @pytest.mark.parametrize("as_list", [False, True])
 def test_every_key_reaches_the_dataset(parse: Parse, directory: Path, below_eval: bool, as_list: bool) -> None:

@@ -54,7 +54,7 @@ class Rejects:
 
     def by_reason(self) -> str:
         """The most frequent reasons, with how many rows have each."""
-        most = self.reasons.most_common(_SHOWN)
+        most = self.reasons.most_common(2 * _SHOWN)
         rest = self.count - sum(count for _, count in most)
         return "; ".join([f"{count} x {name}" for name, count in most] + [f"{rest} x others"] * bool(rest))
 

@@ -225,6 +225,13 @@ def _evaluation(args: Namespace, warnings: list[str]) -> None:
         if args.num_rollout == 0:
             raise OptionError(f"--num-rollout 0 with {flag} evaluates nothing: add --eval-interval 1")
         warnings.append(f"{flag} has no effect without --eval-interval")
+    for dataset in args.eval_datasets:
+        own = dataset.custom_generate_function_path or args.custom_generate_function_path
+        if (n := dataset.n_samples_per_eval_prompt) > 1 and dataset.temperature == 0 and own is None:
+            warnings.append(
+                f"{dataset}: at temperature 0 its {n} responses to a prompt (n_samples_per_eval_prompt) are the same, "
+                "and avg@n and pass@k say no more than one of them does"
+            )
     if args.eval_function_path is None:
         is_sft = args.rollout_function_path == SFT_ROLLOUT
         args.eval_function_path = DEFAULT_ROLLOUT if is_sft else args.rollout_function_path

@@ -328,8 +328,8 @@ class GroupRun:
             self._state.runtime.judges_of_numbers.add(judge)
         if not abs(value) <= LARGEST_REWARD:
             raise HookError(
-                f"sample {sample.index}: its reward is {value:g}, which no advantage can be made of: {judge} must give "
-                f"numbers within {LARGEST_REWARD:g}"
+                f"sample {sample.index}: its reward is {value:g}, of which no advantage can be made: {judge} gave it, "
+                f"and must give numbers within {LARGEST_REWARD:g}"
             )
 
 
