@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -122,6 +123,7 @@ def test_warnings_follow_the_configuration(
     said = "warning: --rollout-num-gpus 8 is ignored with --colocate: generation uses the 2 training slots"
     assert warning == f"train.py: {said}"
     assert said in out.partition("\nplacement: ")[2].splitlines()
+    assert re.fullmatch(r"ok: the run can start, with \d warnings? above", out.splitlines()[-1])
 
 
 def test_patches_are_listed_and_others_releases_refused(

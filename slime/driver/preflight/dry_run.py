@@ -24,6 +24,8 @@ from slime.rollout.evaluation import load_eval_prompts
 from slime.utils.errors import BadInputError, SlimeError
 from slime.utils.misc import attribute_of
 
+_WARNING = "warning: "
+
 
 def dry_run(args: argparse.Namespace) -> None:
     """Check all that can be checked without starting anything, and print what would run; raises as a start does."""
@@ -36,9 +38,13 @@ def dry_run(args: argparse.Namespace) -> None:
     print(*patches_of(args), sep="\n")
     print(describe_placement(args))
     print(describe_models(args), *_routes(args), sep="\n")
-    print(*host_memory.lines(args), sep="\n")
+    memory = host_memory.lines(args)
+    print(*memory, sep="\n")
     # Again: those lines have driven them from the screen.
-    print(*_as_warnings(args.option_warnings), *found, "ok: the run can start", sep="\n")
+    last = [*_as_warnings(args.option_warnings), *found]
+    warnings = sum(line.startswith(_WARNING) for line in (*memory, *last))
+    told = f", with {warnings} warning{'s' * (warnings > 1)} above" if warnings else ""
+    print(*last, f"ok: the run can start{told}", sep="\n")
 
 
 def _routes(args: argparse.Namespace) -> Iterator[str]:
@@ -75,7 +81,7 @@ def _check(args: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _as_warnings(lines: Iterable[str]) -> list[str]:
-    return [f"warning: {line}" for line in lines]
+    return [f"{_WARNING}{line}" for line in lines]
 
 
 def _check_prompts(args: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:

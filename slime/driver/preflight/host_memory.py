@@ -111,6 +111,10 @@ def lines(args: Namespace) -> list[str]:
             largest = sorted(those, key=lambda share: -share.nbytes)[:_ADVICE]
             helps = "; ".join(dict.fromkeys(word for share in largest for word in share.less)) or "take a larger host"
             found.append(f"warning: about {amount(need)} do not fit into the {amount(has)} of {what}: {helps}")
+    if found and not device.is_cuda():
+        found.append(
+            "  this host has no GPU, so that all of it is on CPUs; of GPUs: python3 tools/simulate.py step --help"
+        )
     return [f"host memory at the peak, of the node that needs the most ({where}):", *rows, *found]
 
 
