@@ -113,9 +113,10 @@ def leaving_after(seconds: float, status: int) -> Iterator[None]:
 
 
 def _ask(address: str) -> None:
-    """Raise RunError where no Ray lets us in: ``ray.init`` itself waits without end where nothing answers."""
+    """Raise RunError where no Ray lets us in, an InputError where the address or the token would have to be another:
+    ``ray.init`` itself waits without end where nothing answers."""
     if "://" in address:
-        raise RunError(
+        raise InputError(
             f"RAY_ADDRESS={address}: a Ray is joined from one of its hosts, by the HOST:PORT that `ray start` printed; "
             "from elsewhere, `ray job submit --address http://HOST:8265` starts train.py in the cluster"
         )
@@ -128,8 +129,10 @@ def _ask(address: str) -> None:
         ) from None
     if answer.returncode:
         why = (answer.stderr.strip().splitlines() or ["no reason given"])[-1]
-        hint = " (a Ray that wants tokens is joined with RAY_AUTH_MODE=token)" if "AuthToken" in why else ""
-        raise RunError(f"connect to Ray: RAY_ADDRESS={address}: {why}{hint}")
+        if "AuthToken" in why:
+            why += " (a Ray that wants tokens is joined with RAY_AUTH_MODE=token)"
+            raise InputError(f"connect to Ray: RAY_ADDRESS={address}: {why}")
+        raise RunError(f"connect to Ray: RAY_ADDRESS={address}: {why}")
 
 
 def actor_environment(extra: dict[str, str] | None = None) -> dict[str, Any]:
