@@ -27,6 +27,7 @@ def engine_args(hf_checkpoint: Path, run_dir: Path, **changes: Any) -> argparse.
     values: dict[str, Any] = {field.name: field.default for group in GROUPS for field in fields(group)}
     values |= {
         "hf_checkpoint": str(hf_checkpoint),
+        "vocab_size": 258,
         "run_dir": run_dir,
         "params_dtype": "float32",
         "seed": 1234,
