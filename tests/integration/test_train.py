@@ -284,7 +284,7 @@ def test_saved_rollouts_replay_to_the_same_steps_bit_for_bit(workspace: Path, co
 
 
 @pytest.mark.full
-def test_resume_after_a_killed_driver_equals_the_uninterruptedrun_well(workspace: Path, colocated: Path) -> None:
+def test_resume_after_a_killed_driver_equals_the_uninterrupted_run(workspace: Path, colocated: Path) -> None:
     run_dir = workspace / "killed"
     line = flags(
         workspace,
