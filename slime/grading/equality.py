@@ -41,6 +41,8 @@ _CAPITALS = re.compile(r"[A-Z](?: ?[A-Z])+$")
 """Tosses, colours, vertices: in their order."""
 _CLOCK = re.compile(r"\d:\d\d(?!\d)")
 _TIME = re.compile(r"(\d\d?):(\d\d)(?: ?([ap])\.? ?m\.?)?$", re.I)
+_INDEX = re.compile(r"(?<=[A-Za-z)])_(?:\{(\d+)\}|(?=\d))")
+_NUMBER_IN_BRACKETS = re.compile(r"[(\[][+-]?\d+(?:\.\d+)?[)\]]")
 _PERCENT = "percent"
 _DEGREES, _RADIANS = Unit((("angle", 1),), Fraction(1)), Unit((("radian", 1),), Fraction(1))
 
@@ -85,14 +87,16 @@ def equal(answer: str, label: str, algebra: Algebra) -> bool:
 
 
 def _readings(text: str) -> Iterator[str]:
-    """``100,200`` is a number, and a list; ``(C) 12`` is a choice, and what stands behind it."""
+    """``100,200`` is a number, and a list; ``(C) 12`` is a choice, and what stands behind it; ``H_2O`` is ``H2O``."""
     choice = _CHOICE.match(text)
     for part in choice.groups() if choice else (text,):
         joined = without_commas(part)
-        if joined == part or not re.fullmatch(r"[(\[]\d+[)\]]", joined):  # ``(1,234)`` is a point, or an interval
+        if joined == part or not _NUMBER_IN_BRACKETS.fullmatch(joined):  # ``(1,234)`` is a point, or an interval
             yield joined
         if joined != part and not re.search(r",0\d", part):
             yield part
+        if "\\" not in part and _INDEX.search(part):
+            yield _INDEX.sub(r"\1", part)
 
 
 def _same(left: str, right: str, algebra: Algebra, depth: int) -> bool:

@@ -84,6 +84,7 @@ _DENIED_MANY = re.compile(
     re.M,
 )
 _STATING = re.compile(rf"(?:{_BEFORE}){_OPENING}$")
+_HYPHENS = dict.fromkeys((0x2010, 0x2011, 0x2012, 0x2013, 0x2014, 0x2212), "-")
 _PRONOUN = re.compile(r"\bI(?=['\u2019]|\s+(?!is\b|because\b)[a-z])")
 _ARTICLE = re.compile(r"(?:^|(?<=[.!?:]\s))A(?=\s+(?!is\b|and\b|or\b|because\b)[a-z])", re.M)
 """That begins a sentence."""
@@ -194,12 +195,13 @@ def _mentioned(choices: dict[str, str], solution: str) -> list[str]:
     for letter, words in sorted(plain.items(), key=lambda choice: -len(choice[1])):
         if not words:
             continue
-        before = r"(?<![\w./^-])(?<!\d,)" if words[0].isdigit() else r"(?<!\w)"
-        behind = r"(?![\w/^%]|[.,]\d|-\w)" if words[-1].isdigit() else r"(?!\w)"
+        before = r"(?<![\w^-])(?<![^.]\.)(?<!\d[,/])" if words[0].isdigit() else r"(?<!\w)"
+        behind = r"(?![\w^%]|[.,/-]\d)" if words[-1].isdigit() else r"(?!\w)"
         text, count = re.subn(f"{before}{re.escape(words)}{behind}", " ", text)
         found += [letter] if count else []
     return found
 
 
 def _plain(text: str) -> str:
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    plain = unicodedata.normalize("NFKC", text).translate(_HYPHENS)
+    return " ".join(plain.casefold().split())

@@ -91,7 +91,9 @@ _CIRC = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))\s*")
 _GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*\}"
 _BARE_FIRST = re.compile(r"\\(frac|binom)\s*(\\[A-Za-z]+|[^\s{}\\\[])")
 _BARE_SECOND = re.compile(rf"\\(frac|binom)\s*({_GROUP})\s*(\\[A-Za-z]+|[^\s{{}}\\])")
-_BARE_ROOT = re.compile(rf"\\sqrt\s*(\[[^\[\]]*\])?\s*(\\(?:frac|binom){_GROUP}{_GROUP}|\\[A-Za-z]+|[^\s{{}}\\\[])")
+_BARE_ROOT = re.compile(
+    rf"\\sqrt\s*(\[[^\[\]]*\])?\s*(\\(?:frac|binom){_GROUP}{_GROUP}|{_BRACKETED}|\\[A-Za-z]+|[^\s{{}}\\\[])"
+)
 _ODD_ROOT = re.compile(r"(\\sqrt\[\d*[13579]\])\{\s*-((?:[^-+{}]|\{[^{}]*\})+)\}")
 """Of a negative number it is the real root."""
 _LEAD = re.compile(
@@ -101,8 +103,8 @@ _LEAD = re.compile(
 )
 _IDLE_GROUP = re.compile(r"(?<![\w\\})\]^_])\{\s*([\w.]+)\s*\}")
 _SUCH_THAT = re.compile(r"(\\\{[^{}:|]*?)(?::|\||\\mid(?![A-Za-z]))\s*")
+_PLAIN_ROOT = re.compile(rf"(?<![\\A-Za-z])sqrt\s*({_BRACKETED}|\d+(?:\.\d+)?)")
 _PLAIN = {
-    rf"(?<![\\A-Za-z])sqrt\s*({_BRACKETED}|\d+(?:\.\d+)?)": r"\\sqrt{\1}",
     r"(?<![\\A-Za-z])(sqrt|sin|cos|tan|ln|log|exp|pi)(?![A-Za-z])": r"\\\1 ",
     r"(?<!\\)\b[Ii]nfinity\b": r"\\infty ",
     r"\*\*": "^",
@@ -137,6 +139,8 @@ def canonical(text: str) -> str:
     text = _in_digits(_LEAD.sub("", text.strip(" `")))
     if _BARE_SET.match(text):
         text = f"\\{text[:-1]}\\}}"
+    while (rooted := _PLAIN_ROOT.sub(r"\\sqrt{\1}", text)) != text:  # one within another
+        text = rooted
     for plain, latex in _PLAIN.items():
         text = re.sub(plain, latex, text)
     text = _SUCH_THAT.sub(r"\1\\mid ", text)
@@ -186,9 +190,11 @@ def _with_roots(text: str) -> str:
 def _unified(text: str) -> str:
     """One name for each command, no fonts, and degrees as a word."""
     text = text.strip()
-    for mark in ("", "**", "__", "*", "_"):
+    for mark in ("", "**", "__"):
         text = text.removeprefix(mark).removesuffix(mark).strip()
         text = text if text.endswith("..") else text.rstrip(".;,").strip()
+    if re.fullmatch(r"([*_])[^*_]+\1", text):  # ``z*`` is another name than ``z``
+        text = text[1:-1].strip()
     if len(_DOLLAR.findall(text)) % 2 == 0:  # one alone is a currency
         text = _DOLLAR.sub(" ", text)
     text = _LINE_END.sub(r" \\cr ", text)

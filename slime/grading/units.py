@@ -71,7 +71,7 @@ _ANY = ("unit", "square", "cubic", "integer", "number", "digit", "way", "point",
 _NO_UNIT = re.compile(
     r"or|and|more|less|than|over|under|at|least|most|mod|modulo|to|if|not|is|are|was|from|above|below|between|squared|"
     r"cubed|factorial|half|halves|thirds?|quarters?|fourths?|fifths?|tenths?|hundredths?|thousandths?|pi|sqrt|sin|cos|tan|log|ln|exp|max|gcd|lcm|"
-    r"undefined|infinity|otherwise|plus|minus|times|divided|equals|where|when|for|only|but|unless|pm|am|negative",
+    r"undefined|infinity|otherwise|plus|minus|times|divided|equals|where|when|for|only|but|unless|pm|am",
     re.I,
 )
 """Words that change what is said, so that what they stand in is not a number with a unit."""
@@ -151,10 +151,10 @@ def split_unit(text: str, told: bool = False) -> tuple[str, Unit | None]:
     if match is None:
         return text, None
     unit = match["unit"]
-    scale = next((word for word in re.findall(r"[a-z]+", unit)[:1] if word in _SCALES), None)
+    scale = next((word for word in re.findall(r"[a-z]+", unit)[:1] if singular(word) in _SCALES), None)
     before = text[: match.start()]
     if scale is not None:
-        before, unit = f"{before}\\cdot {_SCALES[scale]}", unit.partition(scale)[2].strip()
+        before, unit = f"{before}\\cdot {_SCALES[singular(scale)]}", unit.partition(scale)[2].strip()
         if not unit:
             return before, None
     if _OF_ANGLE.search(before) or _is_product(before, unit, told):
@@ -190,7 +190,7 @@ def _read(text: str, spaced: bool) -> Unit | None:
     powers: dict[str, int] = {}
     size, sign, power_of_next = Fraction(1), 1, 1
     unknown, words = "", [found for found in _WORD.findall(text) if found[1] not in ("of", "a", "an", "the")]
-    if not words:  # in ``2a`` it is a variable
+    if not words or words[-1][1] == "negative":  # in ``2a`` it is a variable; ``2 negative roots`` are two
         return None
     for slash, word, power in words:
         if _NO_UNIT.fullmatch(word):

@@ -155,7 +155,7 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
         ["SECTION 1\na\nSECTION 2\nb"],
         ["SECTION 1\na", "SECTION a SECTION b"],
     ),
-    ("detectable_format:json_format", {}, ['{"a": 1}', "```json\n[1]\n```"], ["{a: 1}", "a"]),
+    ("detectable_format:json_format", {}, ['{"a": 1}', "```json\n[1]\n```", "9" * 5000], ["{a: 1}", "a", "[" * 3000]),
     ("detectable_format:title", {}, ["<<A day>>\ntext"], ["<<>>", "<A day>", "<< >>"]),
     ("combination:two_responses", {}, ["a ****** b"], ["a", "a******a", "a******b******c"]),
     ("combination:repeat_prompt", {"prompt_to_repeat": "Say it."}, ["say it. I do"], ["I say it."]),
