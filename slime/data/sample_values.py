@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,58 +10,77 @@ import numpy as np
 from slime.data.sample import Sample, Status
 
 _LISTS = ("tokens", "loss_mask", "rollout_log_probs")
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "response": str,
-    "metadata": dict,
-    "status": Status,
-    "response_length": (int, np.integer),
-}
+_KINDS: dict[str, type] = {"status": Status, "response": str, "metadata": dict, "response_length": int}
 
 
-def check_filled(sample: Sample, vocab_size: int) -> None:
-    """Make lists of arrays and tensors, then raise ValueError where a field is of another kind than it is declared,
-    lengths contradict each other, or a token, its mask or its log-prob is nothing that can be trained on."""
-    for name in _LISTS:
+def check_filled(sample: Sample, vocab_size: int | None) -> None:
+    """Make lists of arrays and tensors, then raise ValueError where a field is of another kind than it is declared or
+    lengths contradict each other; with a ``vocab_size`` also where a token, its mask or its log-prob is nothing that a
+    finished sample can be trained on."""
+    for name in (*_LISTS, "response_length"):
         value = getattr(sample, name)
         if hasattr(value, "tolist"):
-            setattr(sample, name, value.tolist())
-    for name, kind in _KINDS.items():
+            setattr(sample, name, value.tolist())  # of an array without dimensions a number
+    kinds = _KINDS if sample.status is not Status.FAILED else {}
+    for name, kind in kinds.items():
         value = getattr(sample, name)
         if not isinstance(value, kind) or isinstance(value, bool):
-            wanted = kind.__name__ if isinstance(kind, type) else "int"
-            raise ValueError(f"sample {sample.index}: {name} is {value!r:.60}, not of type {wanted}")
+            raise ValueError(f"sample {sample.index}: {name} is {value!r:.60}, not of type {kind.__name__}")
+    for name in _LISTS:
+        value = getattr(sample, name)
+        if not isinstance(value, list | tuple | range) and (value is not None or name == "tokens"):
+            raise ValueError(f"sample {sample.index}: {name} is {value!r:.60}, not a list")
     sample.check()
-    _check_tokens(sample, vocab_size)
-    check_mask(sample)
-    if sample.rollout_log_probs is not None:
-        _check_log_probs(sample, sample.rollout_log_probs)
+    if vocab_size is not None and sample.status in (Status.COMPLETED, Status.TRUNCATED):
+        _check_tokens(sample, vocab_size)
+        check_mask(sample)
+        if sample.rollout_log_probs is not None:
+            _check_log_probs(sample, sample.rollout_log_probs)
 
 
 def check_mask(sample: Sample) -> None:
     """ValueError where the loss mask has anything but 0 and 1."""
-    if sample.loss_mask is not None and not set(sample.loss_mask) <= {0, 1}:
-        found = sorted(set(sample.loss_mask), key=str)[:5]
-        raise ValueError(f"sample {sample.index}: loss_mask must be of 0 and 1, got {found}")
+    mask = sample.loss_mask
+    if mask is None:
+        return
+    try:
+        found = set(mask)
+    except TypeError:  # lists in the list
+        raise ValueError(f"sample {sample.index}: loss_mask must be of 0 and 1, got {list(mask)!r:.60}") from None
+    if not found <= {0, 1}:
+        raise ValueError(f"sample {sample.index}: loss_mask must be of 0 and 1, got {sorted(found, key=str)[:5]}")
 
 
 def _check_tokens(sample: Sample, vocab_size: int) -> None:
-    tokens = np.array(sample.tokens or [0])
-    if tokens.dtype.kind not in "iu":
-        found = next((t for t in sample.tokens if not isinstance(t, int | np.integer)), tokens.dtype)
+    try:
+        tokens = np.array(sample.tokens or [0])
+    except ValueError:  # lists of several lengths
+        tokens = np.array([None])
+    if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
+        strange = [t for t in sample.tokens if isinstance(t, bool) or not isinstance(t, int | np.integer)]
+        found = strange[0] if strange else max(sample.tokens, key=abs)  # which no integer of 64 bits holds
         raise ValueError(f"sample {sample.index}: among its tokens is {found!r:.60}: they are ids, integers")
     if (wrong := tokens[(tokens < 0) | (tokens >= vocab_size)]).size:
         raise ValueError(f"sample {sample.index}: {outside_vocabulary(wrong[0], vocab_size)}")
 
 
-def _check_log_probs(sample: Sample, log_probs: list[Any]) -> None:
-    try:
-        finite = np.isfinite(np.array(log_probs, dtype=np.float64))  # None is none
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"sample {sample.index}: rollout_log_probs are not all numbers: {error}") from error
-    if not finite.all():
+def _check_log_probs(sample: Sample, log_probs: Sequence[Any]) -> None:
+    values = as_log_probs(sample, log_probs)
+    if not (finite := np.isfinite(values)).all():
         at = int(np.flatnonzero(~finite)[0])
         is_trained = not sample.remove_sample and (sample.loss_mask is None or bool(sample.loss_mask[at]))
         raise ValueError(f"sample {sample.index}: {no_log_prob(at, log_probs[at], is_trained)}")
+
+
+def as_log_probs(sample: Sample, log_probs: Sequence[Any]) -> np.ndarray:
+    """Of a sample, as float32, NaN for None; ValueError where they are not one number a token."""
+    try:
+        values = np.array(log_probs, dtype=np.float32)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"sample {sample.index}: rollout_log_probs are not all numbers: {error}") from error
+    if values.ndim != 1:
+        raise ValueError(f"sample {sample.index}: rollout_log_probs must be a number a token, not {log_probs[0]!r:.60}")
+    return values
 
 
 def outside_vocabulary(token: int, vocab_size: int) -> str:

@@ -11,6 +11,8 @@ RUN_KEY = "distributed_optimizer"
 """What the checkpoint of a run has in its ``common.pt``, and neither a conversion's nor one of Megatron-LM's own."""
 COMMON = "common.pt"
 """The file of a checkpoint that has what is not cut up among ranks."""
+ROLLOUT_STATE = "rollout_state.pt"
+"""In a run's checkpoint, the data side's."""
 LATEST = "latest_checkpointed_iteration.txt"
 """The file of a checkpoint directory that names the last checkpoint in it."""
 RELEASE = "release"
@@ -60,10 +62,6 @@ def chosen_checkpoint(load_dir: str | Path, step: int) -> Path:
 
 def _present(load_dir: str | Path) -> str:
     return ", ".join(sorted(p.name for p in Path(load_dir).glob("iter_*"))) or "none"
-
-
-ROLLOUT_STATE = "rollout_state.pt"
-"""In a run's checkpoint, the data side's."""
 
 
 def find_checkpoint(load_dir: str | Path, step: int | None = None) -> tuple[Path, int] | None:

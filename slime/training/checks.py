@@ -12,8 +12,6 @@ from slime.options.flags.schema import flag_named
 from slime.utils import device
 from slime.utils.errors import SlimeError
 
-_FILL_SAMPLES = ("custom_generate_function_path", "custom_agent_function_path", "rollout_sample_hook_path")
-"""Options of functions that decide what of a sample is trained on."""
 logger = logging.getLogger(__name__)
 
 _DIFFERENCE = "train/train_rollout_logprob_abs_diff"
@@ -119,7 +117,8 @@ def _check_mismatch(args: Namespace, where: str, difference: float) -> None:
     if difference <= args.mismatch_threshold:
         return
     advice = ["lower --max-weight-staleness" if args.asynchronous else "look at their precision and kernels"]
-    if filling := [name for name in _FILL_SAMPLES if getattr(args, name, None)]:
+    paths = {name: getattr(args, name, None) for name in ("custom_generate_function_path", "rollout_sample_hook_path")}
+    if filling := [name for name, path in paths.items() if path and not str(path).startswith("slime.")]:
         of_user = (
             f"where the probe of the pushes agrees, look at what {flag_named(filling[0])} has trained on: what the "
             "engine did not generate, as the words of a tool, needs a loss_mask of 0 (docs/customize.md, 'Check a "

@@ -85,6 +85,8 @@ def test_greedy_responses_to_one_prompt_are_one(
     parse({"datasets": {"mine": greedy | changes}})
     line = "warning: --eval-config eval.yaml: mine: at temperature 0 its 4 responses to a prompt"
     assert (line in capsys.readouterr().err) == warned
+    parse_args(command("--eval-config eval.yaml"))
+    assert line not in capsys.readouterr().err, "nobody evaluates"
 
 
 @pytest.mark.parametrize("below_eval", [False, True])

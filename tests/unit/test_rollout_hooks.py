@@ -7,6 +7,7 @@ import gc
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,7 +84,7 @@ BAD_HOOKS = [
         "cut one rollout into samples of different rollout_id",
     ),
     *(
-        (f"    {FILLED}    {line}\n    return sample\n", rf"returned an inconsistent sample: sample \d: {message}")
+        (f"    {FILLED}    {line}\n    return sample\n", rf"returned an inconsistent sample: sample \d: .*{message}")
         for line, message in (
             (
                 "sample.rollout_log_probs[1] = float('nan')",
@@ -100,6 +101,18 @@ BAD_HOOKS = [
             ("sample.metadata = None", "metadata is None, not of type dict"),
             ("sample.status = 'completed'", "status is 'completed', not of type Status"),
             ("sample.response_length = 2.0", "response_length is 2.0, not of type int"),
+            ("sample.tokens = None", "tokens is None, not a list"),
+            ("sample.loss_mask = 1", "loss_mask is 1, not a list"),
+            ("sample.loss_mask = [[1], [0]]", r"loss_mask must be of 0 and 1, got \[\[1\], \[0\]\]"),
+            ("sample.rollout_log_probs = -1.0", "rollout_log_probs is -1.0, not a list"),
+            (
+                "sample.rollout_log_probs = [(-1.0, 5, None)] * 2",
+                r"rollout_log_probs must be a number a token, not \(-1",
+            ),
+            ("sample.rollout_log_probs = [(-1.0, 5)] * 2", r"rollout_log_probs must be a number a token, not \(-1"),
+            ("sample.tokens = [[1], [2], [3]]", r"among its tokens is \[1\]"),
+            ("sample.tokens = [True, True, True]", "among its tokens is True"),
+            ("sample.tokens[1] = 2**70", "among its tokens is 1180591620717411303424"),
         )
     ),
 ]
@@ -126,6 +139,34 @@ def test_arrays_and_tensors_of_a_function_are_lists_afterwards(
     for group in rollout(make_args(custom_generate_function_path=str(hook))).samples:
         for sample in flatten_samples(group):
             assert (sample.tokens, sample.loss_mask, sample.rollout_log_probs) == ([1, 2, 3], [0, 1], [0.0, -0.5])
+
+
+@pytest.mark.parametrize(
+    ("line", "changes", "evaluation"),
+    [
+        ("sample.tokens[0] = 1 << 30", {}, True),
+        ("sample.rollout_log_probs = [None, None]", {}, True),
+        ("sample.rollout_log_probs = [None, None]", {"custom_convert_samples_to_train_data_path": "mine.py"}, False),
+        ("sample.rollout_log_probs, sample.status = [None, None], sample.Status.FAILED", {}, False),
+        ("sample.response, sample.status = None, sample.Status.FAILED", {}, False),
+        ("import torch; sample.response_length = torch.tensor(2)", {}, False),
+    ],
+)
+def test_what_nobody_trains_on_may_be_as_it_is(
+    line: str,
+    changes: dict[str, Any],
+    evaluation: bool,
+    make_args: Args,
+    use: Callable[..., FakeClient],
+    tmp_path: Path,
+) -> None:
+    use(FakeClient())
+    body = f"async def generate(args, sample, params):\n    {FILLED}    {line}\n    return sample\n"
+    args = make_args(custom_generate_function_path=str(hook_file(tmp_path, body)), **changes)
+    given = Sample(index=0, rollout_id=0, prompt="x", label="ab")
+    result = asyncio.run(generate_and_rm(args, given, {}, evaluation=evaluation))
+    assert isinstance(result, Sample)
+    assert (result.failure, result.response_length) == (None, 2)
 
 
 def test_sample_names_its_own_functions(make_args: Args, use: Callable[..., FakeClient], tmp_path: Path) -> None:

@@ -92,6 +92,8 @@ def saved_state(directory: str | Path) -> dict[str, Any]:
 def check_going_on(args: argparse.Namespace, source: Any) -> list[str]:
     """What a resume would warn of the data, where this host has the checkpoint; BadInputError where the source cannot
     go on from it. Nothing of a source is changed, nor are its own `load` and `load_state_dict` called."""
+    if args.placement == "rollout_only":  # nobody resumes
+        return []
     found = find_checkpoint(args.load, args.ckpt_step) if args.load else None
     if source is None or found is None or found[1] < 0 or not Path(found[0], ROLLOUT_STATE).is_file():
         return []

@@ -36,13 +36,14 @@ def dry_run(args: argparse.Namespace) -> None:
         print("# Values that are not the defaults; --dry-run full prints all.")
     print(describe(args, changed=not full))
     print(*patches_of(args), sep="\n")
-    print(describe_placement(args))
+    placement = describe_placement(args)
+    print(placement)
     print(describe_models(args), *_routes(args), sep="\n")
     memory = host_memory.lines(args)
     print(*memory, sep="\n")
     # Again: those lines have driven them from the screen.
     last = [*_as_warnings(args.option_warnings), *found]
-    warnings = sum(line.startswith(_WARNING) for line in (*memory, *last))
+    warnings = sum(line.startswith(_WARNING) for line in (*placement.splitlines(), *memory, *last))
     told = f", with {warnings} warning{'s' * (warnings > 1)} above" if warnings else ""
     print(*last, f"ok: the run can start{told}", sep="\n")
 

@@ -212,6 +212,17 @@ def _data(args: Namespace) -> None:
         raise OptionError("--debug-train-only starts no engine to generate with: give --load-debug-rollout-data")
 
 
+def _greedy(args: Namespace) -> Iterator[str]:
+    """Of evaluations whose responses to a prompt are one and the same."""
+    for dataset in args.eval_datasets:
+        own = dataset.custom_generate_function_path or args.custom_generate_function_path
+        if (n := dataset.n_samples_per_eval_prompt) > 1 and dataset.temperature == 0 and own is None:
+            yield (
+                f"{dataset}: at temperature 0 its {n} responses to a prompt (n_samples_per_eval_prompt) are the same, "
+                "and avg@n and pass@k say no more than one of them does"
+            )
+
+
 def _evaluation(args: Namespace, warnings: list[str]) -> None:
     """``eval_datasets``, and ``eval_prompt_data`` as a flat list NAME PATH NAME PATH."""
     args.eval_datasets = eval_datasets(args)
@@ -225,16 +236,11 @@ def _evaluation(args: Namespace, warnings: list[str]) -> None:
         if args.num_rollout == 0:
             raise OptionError(f"--num-rollout 0 with {flag} evaluates nothing: add --eval-interval 1")
         warnings.append(f"{flag} has no effect without --eval-interval")
-    for dataset in args.eval_datasets:
-        own = dataset.custom_generate_function_path or args.custom_generate_function_path
-        if (n := dataset.n_samples_per_eval_prompt) > 1 and dataset.temperature == 0 and own is None:
-            warnings.append(
-                f"{dataset}: at temperature 0 its {n} responses to a prompt (n_samples_per_eval_prompt) are the same, "
-                "and avg@n and pass@k say no more than one of them does"
-            )
     if args.eval_function_path is None:
         is_sft = args.rollout_function_path == SFT_ROLLOUT
         args.eval_function_path = DEFAULT_ROLLOUT if is_sft else args.rollout_function_path
+    if args.eval_interval is not None and generates_itself(args.eval_function_path):
+        warnings += _greedy(args)
 
 
 def _warn_of_sampling(args: Namespace, warnings: list[str]) -> None:

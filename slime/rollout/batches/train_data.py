@@ -16,7 +16,7 @@ from slime.batching.schedule import build_schedule, train_batches
 from slime.data import ColumnError, Ragged, Sample, Status, TrainBatch
 from slime.data.columns import LOSS_MASK, ROUTES, TOKENS, Values, from_samples
 from slime.data.routes import RouteError, RouteShape
-from slime.data.sample_values import check_mask, no_log_prob, outside_vocabulary
+from slime.data.sample_values import as_log_probs, check_mask, no_log_prob, outside_vocabulary
 from slime.data.source.numbers import numbers_kept
 from slime.options.checks.hook_paths import columns_of
 from slime.options.flags.schema import flag_named
@@ -92,7 +92,7 @@ def to_columns(args: Namespace, samples: list[Sample], converted: Converted | No
         try:
             sample.check()
             check_mask(sample)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise SampleError(str(error)) from error
         check_response(sample, _name(position, sample))
     made = _made_of_rollout(args, samples, converted)
@@ -223,7 +223,11 @@ def _rollout_log_probs(args: Namespace, samples: list[Sample]) -> Ragged | None:
             f"({len(missing)} of {len(samples)} samples lack them)"
         )
     rows = ([0.0] * s.response_length if s.rollout_log_probs is None else s.rollout_log_probs for s in samples)
-    log_probs = Ragged.from_rows(rows, np.float32)
+    try:
+        log_probs = Ragged.from_rows(rows, np.float32)
+    except (TypeError, ValueError, RuntimeError):
+        _name_odd_log_probs(samples)
+        raise
     wrong = np.flatnonzero(~np.isfinite(log_probs.values))
     if wrong.size:
         position = int(np.searchsorted(log_probs.offsets, wrong[0], side="right")) - 1
@@ -231,6 +235,14 @@ def _rollout_log_probs(args: Namespace, samples: list[Sample]) -> Ragged | None:
         problem = no_log_prob(token, log_probs.values[wrong[0]], bool(_loss_mask(samples[position])[token]))
         raise SampleError(f"{_name(position, samples[position])}: {problem}")
     return log_probs
+
+
+def _name_odd_log_probs(samples: list[Sample]) -> None:
+    try:
+        for sample in samples:
+            as_log_probs(sample, sample.rollout_log_probs or [0.0])
+    except ValueError as error:
+        raise SampleError(str(error)) from error
 
 
 def _metadata(samples: list[Sample]) -> np.ndarray:

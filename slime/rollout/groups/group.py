@@ -209,7 +209,7 @@ class GroupRun:
             limit = self._limit(f"the generation of sample {sample.index} by {flag} {path}")
             numbers = numbers_of(given)
             result = await call_hook(function, f"{flag} {path}", self.args, *by_position, limit=limit, **known)
-            result = _checked(result, numbers, f"{flag} {path}", self.args.vocab_size)
+            result = _checked(result, numbers, f"{flag} {path}", self._vocabulary())
             if self.args.asynchronous or self.args.mask_offpolicy_in_partial_rollout:
                 for part in flatten_samples(result):
                     note_version(part, version)  # when it was called: the oldest that it can be
@@ -219,6 +219,11 @@ class GroupRun:
             f"{flag} {path} returned sample {sample.index} as aborted {_MAX_ABORTS} times; slime's `generate` goes on "
             "with a request that a weight update has interrupted"
         )
+
+    def _vocabulary(self) -> int | None:
+        """None where nobody trains on samples as a generate function leaves them."""
+        own = self._evaluation or self.args.custom_convert_samples_to_train_data_path is not None
+        return None if own else self.args.vocab_size
 
     async def _show(self, sample: Sample) -> Sample:
         flag = "--rollout-sample-hook-path"
@@ -369,7 +374,7 @@ def _is_refusal(error: Exception) -> bool:
     return isinstance(error, BadInputError) or isinstance(error.__cause__, BadInputError)
 
 
-def _checked(result: Any, numbers: Numbers, where: str, vocab_size: int) -> Sample | list[Sample]:
+def _checked(result: Any, numbers: Numbers, where: str, vocab_size: int | None) -> Sample | list[Sample]:
     """The result of a custom generate function; all its samples have the numbers of the one that it was given."""
     parts = result if isinstance(result, list) else [result]
     if not parts or not all(isinstance(part, Sample) for part in parts):
