@@ -133,7 +133,9 @@ class CallError(RunError):
         is_of_user: whether that is an error of what the user gave, a function, a row or a setting.
     """
 
-    is_of_user = False
+    def __init__(self, message: str, *, is_of_user: bool = False) -> None:
+        super().__init__(message)
+        self.is_of_user = is_of_user
 
 
 class RayDownError(RunError):
@@ -333,9 +335,7 @@ class Supervisor:
             message = f"{phase}: {who} failed {version}: {_reason(error)}"
             if _is_broken_connection(error.cause):
                 return LostError(message, [who], phase)
-            failure = CallError(message)
-            failure.is_of_user = isinstance(error.cause, BadInputError | HookError)
-            return failure
+            return CallError(message, is_of_user=isinstance(error.cause, BadInputError | HookError))
         _check_ray(phase, _RAY_GRACE_S)
         if isinstance(error, (RayActorError, OutOfMemoryError)):
             message = f"{phase}: {why_it_died(error, who)} {version}"

@@ -69,8 +69,8 @@ def test_what_the_user_gave_is_no_fault_of_the_host(
     of_user: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(process, "check_patches", lambda *_: None)
-    error = CallError("rollout 0: the rollout manager failed: sample 3: the reward is a dict")
-    error.is_of_user = of_user
+    message = "rollout 0: the rollout manager failed: sample 3: the reward is a dict"
+    error = CallError(message, is_of_user=of_user)
 
     def train(args: Namespace) -> None:
         raise error

@@ -150,6 +150,7 @@ def test_arrays_and_tensors_of_a_function_are_lists_afterwards(
         ("sample.rollout_log_probs, sample.status = [None, None], sample.Status.FAILED", {}, False),
         ("sample.response, sample.status = None, sample.Status.FAILED", {}, False),
         ("import torch; sample.response_length = torch.tensor(2)", {}, False),
+        ("sample.loss_mask, sample.remove_sample = [0.5, 1], True", {}, False),
     ],
 )
 def test_what_nobody_trains_on_may_be_as_it_is(
