@@ -142,6 +142,17 @@ def run_well(flags: Sequence[str], log: Path, *, driver: str = "train.py") -> No
         process.assert_no_process_left()
 
 
+def kill_after_checkpoint(process: TrainProcess, run_dir: Path, rollout_id: int) -> int:
+    """Kill the driver once there is a checkpoint after that rollout or a later one; the rollout that a resume begins
+    with."""
+    latest = run_dir / "latest_checkpointed_iteration.txt"
+    process.wait_until(lambda: latest.exists() and int(latest.read_text()) >= rollout_id, RUN_S, "a checkpoint")
+    process.kill()
+    process.wait(10)
+    process.assert_no_process_left()
+    return int(latest.read_text()) + 1
+
+
 def _heed_interrupts() -> None:
     """A shell's background job ignores SIGINT, and so would its children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

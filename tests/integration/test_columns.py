@@ -14,7 +14,7 @@ import torch
 from slime.data import Sample
 from slime.files.safe_dump import load_safe
 from tests import column_hooks
-from tests.integration.harness import RUN_S, TrainProcess, run_well, series
+from tests.integration.harness import TrainProcess, kill_after_checkpoint, run_well, series
 from tests.integration.replays import training
 from tests.integration.tiny_run import Value, flags, make_workspace
 
@@ -45,7 +45,7 @@ def samples_of(run_dir: Path, rollout_id: int) -> list[Sample]:
 def test_declared_columns_go_all_the_way(tmp_path: Path) -> None:
     workspace = make_workspace(tmp_path)
     run_dir, replay = workspace / "run", workspace / "replay"
-    dumps, latest = str(run_dir / "samples_{rollout_id}.pt"), run_dir / "latest_checkpointed_iteration.txt"
+    dumps = str(run_dir / "samples_{rollout_id}.pt")
     line = columns_flags(
         workspace,
         run_dir,
@@ -58,11 +58,8 @@ def test_declared_columns_go_all_the_way(tmp_path: Path) -> None:
         sglang_server_concurrency=16,
     )
     with TrainProcess(line, workspace / "first.log") as process:
-        process.wait_until(lambda: latest.exists() and int(latest.read_text()) >= 1, RUN_S, "a checkpoint")
-        process.kill()
-        process.wait(10)
-        process.assert_no_process_left()
-    state = torch.load(run_dir / f"iter_{int(latest.read_text()):07d}" / "rollout_state.pt", weights_only=False)
+        resumed_at = kill_after_checkpoint(process, run_dir, 1)
+    state = torch.load(run_dir / f"iter_{resumed_at - 1:07d}" / "rollout_state.pt", weights_only=False)
     assert state["data_source"]["buffer"], "what was not needed is in the checkpoint"
     run_well(line, workspace / "resumed.log")
     assert len(series(run_dir, "train/loss")) >= ROLLOUTS

@@ -19,6 +19,7 @@ from tests.integration.harness import (
     RUN_S,
     TrainProcess,
     assert_registered,
+    kill_after_checkpoint,
     read_metrics,
     read_traces,
     run_well,
@@ -298,11 +299,7 @@ def test_resume_after_a_killed_driver_equals_the_uninterrupted_run(workspace: Pa
     )
     latest = run_dir / "latest_checkpointed_iteration.txt"
     with TrainProcess(line, workspace / "killed.log") as process:
-        process.wait_until(latest.exists, RUN_S, "the first checkpoint")
-        process.kill()
-        process.wait(10)
-        process.assert_no_process_left()
-    resumed_at = int(latest.read_text()) + 1
+        resumed_at = kill_after_checkpoint(process, run_dir, 0)
     assert resumed_at < ROLLOUTS, "killed too late to show a resume"
 
     run_well(line, workspace / "went_on.log")

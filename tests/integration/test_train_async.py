@@ -13,7 +13,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime.data import Sample
-from tests.integration.harness import RUN_S, TrainProcess, assert_registered, read_metrics, series
+from tests.integration.harness import (
+    RUN_S,
+    TrainProcess,
+    assert_registered,
+    kill_after_checkpoint,
+    read_metrics,
+    run_well,
+    series,
+)
 from tests.integration.tiny import log_probs_of
 from tests.integration.tiny_run import Value, flags, make_workspace
 
@@ -49,9 +57,7 @@ def start(line: list[str], log: Path) -> TrainProcess:
 
 
 def run_to_end(line: list[str], log: Path) -> None:
-    with start(line, log) as process:
-        assert process.wait(RUN_S) == 0, process.tail()
-        process.assert_no_process_left()
+    run_well(line, log, driver="train_async.py")
 
 
 def samples_of(run_dir: Path, rollout_id: int) -> list[Sample]:
@@ -319,13 +325,8 @@ def test_rollouts_without_end_train_every_prompt_once_and_resume(workspace: Path
         "eval_prompt_data": ["add", str(workspace / "eval.jsonl")],
     }
     line = async_flags(workspace, run_dir, **changes)
-    latest = run_dir / "latest_checkpointed_iteration.txt"
     with start(line, workspace / "without_end.log") as process:
-        process.wait_until(lambda: latest.exists() and int(latest.read_text()) >= 1, RUN_S, "a checkpoint")
-        process.kill()
-        process.wait(10)
-        process.assert_no_process_left()
-    resumed_at = int(latest.read_text()) + 1
+        resumed_at = kill_after_checkpoint(process, run_dir, 1)
     assert resumed_at < _ROLLOUTS, "killed too late to show a resume"
     for path in run_dir.glob("samples_[0-9]*.pt"):
         if int(path.stem.split("_")[1]) >= resumed_at:

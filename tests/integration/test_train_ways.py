@@ -15,6 +15,7 @@ from tests.integration.harness import (
     RUN_S,
     TrainProcess,
     assert_registered,
+    kill_after_checkpoint,
     read_metrics,
     run_well,
     series,
@@ -109,13 +110,8 @@ def test_resume_with_a_buffer_of_partial_and_surplus_groups(workspace: Path) -> 
     samples = str(run_dir / "samples_{rollout_id}.pt")
     save: dict[str, Value] = {"save": str(run_dir), "load": str(run_dir), "save_interval": 1}
     line = flags(workspace, run_dir, save_debug_rollout_data=samples, **save, **changes)
-    latest = run_dir / "latest_checkpointed_iteration.txt"
     with TrainProcess(line, workspace / "partial.log") as process:
-        process.wait_until(lambda: latest.exists() and int(latest.read_text()) >= 1, RUN_S, "a checkpoint")
-        process.kill()
-        process.wait(10)
-        process.assert_no_process_left()
-    resumed_at = int(latest.read_text()) + 1
+        resumed_at = kill_after_checkpoint(process, run_dir, 1)
     state = torch.load(run_dir / f"iter_{resumed_at - 1:07d}" / "rollout_state.pt", weights_only=False)
     assert state["data_source"]["buffer"], "what was not needed is in the checkpoint"
     run_well(line, workspace / "partial_resumed.log")
