@@ -4,54 +4,40 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
-import logging
-import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from slime.driver.control.engine_requests import EngineRequests
-from slime.driver.control.server import Control
-from slime.driver.control.version_files import VersionFiles
 from slime.driver.data_side import DataSide
 from slime.driver.meanwhile import Meanwhile
-from slime.driver.memory_scheduler import MemoryScheduler
-from slime.driver.preflight.places import place_warnings, room_warnings
-from slime.driver.probe import Probe
+from slime.driver.preflight.places import place_warnings
 from slime.driver.process import exit_status, interrupt_on_sigterm
 from slime.driver.pushes import Pushes
 from slime.driver.rates import flop_rates, step_figures
-from slime.driver.recovery import Recovery, snapshot_directory
+from slime.driver.recovery import Recovery
 from slime.driver.restarts import Goodput, Restarts
-from slime.driver.schedule import check_remaining, is_due, missing_exports, scores_start
+from slime.driver.schedule import is_due, scores_start
 from slime.driver.session import Session
-from slime.entry.arguments import describe
-from slime.files.storage import write_text
+from slime.driver.start import Start
 from slime.fleet.engines import Engines
-from slime.fleet.external import given_keys, with_external_engines
-from slime.fleet.placement import Placement, core_shortage, place
-from slime.fleet.spec import Fleet, ModelSpec, fleet_of
+from slime.fleet.placement import core_shortage
+from slime.fleet.spec import fleet_of
 from slime.fleet.train_group import Saver, TrainGroup
-from slime.observability import logs
 from slime.observability.progress import done_line, program, say, step_line, warn_of
 from slime.observability.prometheus.exposition import State
 from slime.observability.trace import span
 from slime.observability.verdict import verdict_lines
-from slime.options.checks.checkpoint_rules import starting_point
-from slime.ray.cluster import leaving_after, running_address, serving_host
+from slime.ray.cluster import leaving_after, running_address
 from slime.ray.supervision import MARGIN_S, Deadline, LostError, RayDownError, Supervisor, limit_of
 
 _STOP_S = 20.0
 _SHUTDOWN_S = 10.0
 """What Ray's own end takes at most, as far as seen."""
-logger = logging.getLogger(__name__)
 
 
 class Run:
@@ -73,16 +59,13 @@ class Run:
         self._next = 0
         """The next rollout to train."""
         self._go_back: Callable[[int], None] | None = None
-        self._snapshots: str | None = None
-        """Where they are kept, if any are taken."""
-        self._placement: Placement | None = None
         self._session = Session(args)
         self.scored: set[int] = set()
         """Versions that this driver has had scored."""
         self._saver = Saver(args, self._trainers)
+        self._start = Start(args, self._supervisor, self.engines, self._trainers, self._data, self._saver)
         self._pushes: Pushes | None = None
         self._meanwhile: Meanwhile | None = None
-        self._control: Control | None = None
         self._step: dict[str, float] = {}
         self._step_started = time.monotonic()
 
@@ -113,99 +96,20 @@ class Run:
     def start(self) -> argparse.Namespace:
         """Start data, engines, router and trainers, in parallel where they can; the run's options, with the numbers of
         the first rollout and of all that follow from checkpoint and data. NothingLeftError if the run is over."""
-        args, began = self.args, time.monotonic()
-        say(f"run directory: {args.run_dir}; loading the data")
-        if begins := starting_point(args):
-            say(begins)
-        given = given_keys(args)
-        # Hexadecimal: a key may end up behind a flag, and must not look like one.
-        keys = None if args.no_api_keys else given or (secrets.token_hex(24), secrets.token_hex(24))
-        logs.hide(keys or ())
-        fleet = with_external_engines(fleet_of(args), given)
-        placement = self._create(fleet, keys)
-        args = self.args
-        slots = sum(map(len, placement.engines))
-        counted = {f"{fleet.trainers} training ranks": fleet.trainers, f"engines on {slots} slots": slots}
-        begun = [what for what, count in counted.items() if count]
-        say(f"{args.num_rollout} rollouts; starting {' and '.join(begun)} (logs in the run directory)")
-        shared = placement.on_gpus and any(spec.beside_trainers for spec in fleet.engines)
-        offloads = {
-            name: shared if getattr(args, name) is None else getattr(args, name)
-            for name in ("offload_train", "offload_rollout")
-        }
-        limit = limit_of(args, "weight_update_timeout", MARGIN_S)
-        self._memory = MemoryScheduler(self._trainers, self.engines, limit, **offloads)
-        make = functools.partial(self._data.ask, "make the probe", limit, "probe_tokens")
-        probe = Probe(args, self._supervisor, self._trainers, make)
-        self._pushes = Pushes(self._trainers, self.engines, self._memory, limit, probe)
-        requests, versions = EngineRequests(self.engines), VersionFiles(args, self._pushes.confirmed)
-        self._meanwhile = Meanwhile(self._pushes, requests, self._data)
-        self._data.catches_up(self._meanwhile.is_due, self._meanwhile.do)
-        self._snapshots = snapshot_directory(args, placement, ray.util.get_node_ip_address())
-        with span("driver/start"):
-            opened = self._data.open_routers()
-            # Of a GPU that both share an engine takes a share of the memory that it finds free.
-            starting = {} if shared else self.engines.begin("start")
-            self._start_trainers()
-            starting = starting or self.engines.begin("start")
-            limit = limit_of(args, "engine_start_timeout", MARGIN_S)
-            self.engines.started(self._supervisor.wait(starting, "start engines", limit))
-            self._data.serve(opened)
-        if fleet.engines:
-            self._control = Control(args.run_dir, serving_host(keys), requests, self._view, versions)
-        parts = (self._trainers, placement, self._data, self._memory, self._pushes, self._saver, self._restarts)
-        self._recovery = Recovery(self.args, self, self._supervisor, *parts)
-        going_on = f", going on after rollout {self.args.start_rollout_id}" if self.args.start_rollout_id else ""
-        say(f"started in {time.monotonic() - began:.0f} s{going_on}")
-        return self.args
-
-    def _create(self, fleet: Fleet, keys: tuple[str, str] | None) -> Placement:
-        """Make engines and trainers, which import from then on, and have the data read: meanwhile, or before them on a
-        cluster, where nobody is to wait for slots that others have to be told of a bad row. No model is loaded before
-        the data are known to be good."""
-        models, own_ray = fleet.models if fleet.engines else (), running_address() is None
-        if not own_ray:
-            self._load_data(keys, models)
-        with span("driver/place"):
-            placement = self._placement = place(self.args, fleet)
-        self.engines.create(fleet, placement, keys)
-        for name, prepared in self.engines.begin("prepare").items():
-            self._supervisor.expect(name, prepared, "prepare engines")
-        if placement.train:
-            self._trainers.create(placement)
-        if own_ray:
-            self._load_data(keys, models)
-        return placement
-
-    def _load_data(self, keys: tuple[str, str] | None, models: Sequence[ModelSpec]) -> None:
-        with span("driver/load_data"):
-            args, rollouts = self.args, self._data.start(keys, models)
-        args = self.args = argparse.Namespace(**vars(args) | {"num_rollout": rollouts})
-        if left := check_remaining(args):  # again: --num-epoch has become a number of rollouts
-            say(left)
-        warn_of(room_warnings(args))
-        write_text("--run-dir", Path(args.run_dir, "config.yaml"), describe(args))
-
-    def _start_trainers(self) -> None:
-        args, first = self.args, 0
-        if self._trainers.actors:
-            first = self._trainers.start(args.num_rollout)
-        if args.start_rollout_id is None:
-            args = self.args = argparse.Namespace(**vars(args) | {"start_rollout_id": first})
-        if (state := self._trainers.take_state()) is not None:
-            self._data.restore(first - 1, state)
-        if state is not None and (missing := missing_exports(args, first)):
-            self._saver.export(first - 1, missing, "export what is missing")
-            places = " and ".join(missing.values())
-            say(f"nothing is left to train; wrote {places}, missing after rollout {first}")
-        self._memory.make_room()
+        start = self._start
+        start.run()
+        args = self.args = start.args
+        self._memory, self._pushes, self._meanwhile = start.memory, start.pushes, start.meanwhile
+        parts = (self._trainers, start.placement, self._data, self._memory, self._pushes, self._saver, self._restarts)
+        self._recovery = Recovery(args, self, self._supervisor, *parts)
+        return args
 
     def _stop(self, error: BaseException | None) -> None:
         """Orderly where it works, by force where it does not; supervisors and the janitor see to the rest."""
         ray_is_down = isinstance(error, RayDownError)
         with self._session.closing(ended_well=error is None):
-            if self._control is not None:
-                self._control.close()
+            if self._start.control is not None:
+                self._start.control.close()
             if not ray_is_down:
                 self._stop_actors()
             self._session.disconnect(ray_is_down=ray_is_down)
@@ -217,9 +121,8 @@ class Run:
         if calls:
             with contextlib.suppress(RayError):
                 ray.wait(calls, num_returns=len(calls), timeout=_STOP_S)
-        if self._placement is not None:
-            with contextlib.suppress(RayError):
-                self._placement.release()
+        with contextlib.suppress(RayError):
+            self._start.placement.release()
 
     # ---- the loop, and going back in it
 
@@ -323,9 +226,9 @@ class Run:
         self._goodput.add(rollout_id, sum(metrics.get("perf/trained_tokens", 0.0) for metrics in steps))
         if self._recovery is not None and (gone_back := self._recovery.leave_out(rollout_id, steps)) is not None:
             self._goodput.go_back(gone_back + 1)
-        if self._snapshots is not None and self._takes_snapshot(rollout_id):
+        if (directory := self._start.snapshots) is not None and self._takes_snapshot(rollout_id):
             with span("driver/snapshot", rollout=rollout_id):
-                self._saver.snapshot(rollout_id, self._whole_state(rollout_id), self._snapshots)
+                self._saver.snapshot(rollout_id, self._whole_state(rollout_id), directory)
 
     def _takes_snapshot(self, rollout_id: int) -> bool:
         """Whether one is due, and no checkpoint that would do as well."""
@@ -396,10 +299,6 @@ class Run:
         say(step_line(rollout_id, self.args.num_rollout, self._step, self._session.verdict.short))
 
     # ---- helpers
-
-    def _view(self) -> dict[str, Any]:
-        """What `tools/engines.py` shows."""
-        return {"engines": self.engines.describe(), "version": self._supervisor.version}
 
     def _state(self) -> State:
         """What ``/metrics`` and ``/healthz`` show."""

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from slime.driver import data_side
-from slime.driver import run as whole_run
+from slime.driver import start as starting
 from slime.driver.process import run_driver
+from slime.driver.run import Run
 from slime.driver.schedule import NothingLeftError, check_remaining, is_due, times_due
 from slime.entry.arguments import parse_args
 from slime.files.exports import mark_export
@@ -197,12 +198,12 @@ def test_epochs_are_counted_before_anything_is_placed_on_a_cluster(
 ) -> None:
     args = parse_args(command(f"--load ckpt --run-dir run --num-epoch 1 {words}", "--num-rollout"))
     (directory / "run").mkdir()
-    monkeypatch.setattr(whole_run, "running_address", lambda: "10.0.0.1:6379")
-    monkeypatch.setattr(whole_run, "place", _place)
+    monkeypatch.setattr(starting, "running_address", lambda: "10.0.0.1:6379")
+    monkeypatch.setattr(starting, "place", _place)
     manager = _Manager(num_rollout)
     monkeypatch.setattr(data_side, "create_manager", lambda *_: manager)
-    run = whole_run.Run(args)
-    run._supervisor = run._data._supervisor = manager  # type: ignore[assignment]
+    run = Run(args)
+    run._data._supervisor = manager  # type: ignore[assignment]
     with pytest.raises(ends):
         run.start()
     assert ("rollout 3 of 3: nothing is left but writing" in capsys.readouterr().out) == bool(words)
@@ -218,13 +219,13 @@ def test_no_model_is_loaded_before_the_data_and_no_slot_of_a_cluster_taken(
     def noted(what: str, result: Any = None) -> Any:
         return lambda *_: (done.append(what), result)[1]
 
-    run = whole_run.Run(parse_args(command("--run-dir run")))
-    monkeypatch.setattr(whole_run, "running_address", lambda: address)
-    monkeypatch.setattr(whole_run, "place", noted("place", Placement([], [Slot(0, "host", None)], [])))
-    monkeypatch.setattr(run, "_load_data", noted("load the data"))
-    monkeypatch.setattr(run.engines, "create", noted("make engines"))
-    monkeypatch.setattr(run.engines, "begin", lambda method: (done.append(method), {})[1])
-    monkeypatch.setattr(run._trainers, "create", noted("make trainers"))
-    run._create(fleet_of(run.args), None)
+    start = Run(parse_args(command("--run-dir run")))._start
+    monkeypatch.setattr(starting, "running_address", lambda: address)
+    monkeypatch.setattr(starting, "place", noted("place", Placement([], [Slot(0, "host", None)], [])))
+    monkeypatch.setattr(start, "_load_data", noted("load the data"))
+    monkeypatch.setattr(start._engines, "create", noted("make engines"))
+    monkeypatch.setattr(start._engines, "begin", lambda method: (done.append(method), {})[1])
+    monkeypatch.setattr(start._trainers, "create", noted("make trainers"))
+    start._create(fleet_of(start.args), None)
     made = ["place", "make engines", "prepare", "make trainers"]
     assert done == (["load the data", *made] if address else [*made, "load the data"])
