@@ -20,7 +20,7 @@ from slime.fleet.placement import Slot
 from slime.fleet.roster import Roster
 from slime.fleet.spec import EngineSpec
 from slime.observability.progress import say, warn
-from slime.ray.supervision import MARGIN_S, Deadline, LostError, RayDownError, RunError, Supervisor, limit_of
+from slime.ray.supervision import MARGIN_S, CallError, Deadline, LostError, RayDownError, RunError, Supervisor, limit_of
 from slime.weights import EngineAddress
 
 
@@ -230,9 +230,9 @@ class Engines(Roster):
             before, given = self.membership, whom()
             for skipped in self._losses.take_skipped({member.name for member in given}):
                 warn(f"{phase}: skipped {skipped}")
+            if not given and self._coming():
+                raise NoEngineError(f"{phase}: all that are to get it are starting again")
             try:
-                if not given and self._coming():
-                    raise RunError("none is there to get it")
                 figures = publish([self._address(member) for member in given])
                 break
             except (RayDownError, LostError):  # of trainers: no engine is to blame
@@ -287,7 +287,8 @@ class Engines(Roster):
         returns = is_ours and self._args.use_fault_tolerance and self._arrivals.take(member)
         self.membership = self.membership.without(name)
         action = "it is started again" if returns else "the run goes on without it"
-        self._losses.tell("engine_hangs" if " hangs: " in lines[0] else "engine_died", member, phase, cause, action)
+        hangs = isinstance(failure, CallError) and failure.hangs
+        self._losses.tell("engine_hangs" if hangs else "engine_died", member, phase, cause, action)
         if is_ours and self._args.use_fault_tolerance and not returns:
             self._losses.tell("engine_given_up", member, phase, cause, self._why_given_up())
         self._check_enough(member, phase, cause)

@@ -23,7 +23,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from slime.backends.sglang.client import EngineError
+from slime.backends.sglang.client import EngineError, HangError
 from slime.options.flags.schema import flag_named
 from slime.utils.errors import BadInputError, HookError, SlimeError
 
@@ -131,11 +131,12 @@ class CallError(RunError):
 
     Attributes:
         is_of_user: whether that is an error of what the user gave, a function, a row or a setting.
+        hangs: whether a server that it owns was found to hang.
     """
 
-    def __init__(self, message: str, *, is_of_user: bool = False) -> None:
+    def __init__(self, message: str, *, is_of_user: bool = False, hangs: bool = False) -> None:
         super().__init__(message)
-        self.is_of_user = is_of_user
+        self.is_of_user, self.hangs = is_of_user, hangs
 
 
 class RayDownError(RunError):
@@ -335,7 +336,8 @@ class Supervisor:
             message = f"{phase}: {who} failed {version}: {_reason(error)}"
             if _is_broken_connection(error.cause):
                 return LostError(message, [who], phase)
-            return CallError(message, is_of_user=isinstance(error.cause, BadInputError | HookError))
+            of_user, hangs = (isinstance(error.cause, kinds) for kinds in (BadInputError | HookError, HangError))
+            return CallError(message, is_of_user=of_user, hangs=hangs)
         _check_ray(phase, _RAY_GRACE_S)
         if isinstance(error, (RayActorError, OutOfMemoryError)):
             message = f"{phase}: {why_it_died(error, who)} {version}"

@@ -209,7 +209,7 @@ def test_a_start_that_fails_ends_the_servers_of_all_nodes(tmp_path: Path, monkey
 
 def test_the_server_that_ended_first_is_named_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "ServerProcess", FakeProcess)
-    late, early = ExitInfo(9e12, "node 2"), ExitInfo(1.0, "node 1")
+    late, early = ExitInfo(9e12, "node 2"), ExitInfo(1.0, "node 1", hangs=True)
     engine = make_engine(tmp_path, num_nodes=3, others=FakeNodes([], [], [late], [late, early]))
     assert engine.end() is None
     monkeypatch.setattr(FakeProcess, "status", None)
@@ -219,7 +219,7 @@ def test_the_server_that_ended_first_is_named_first(tmp_path: Path, monkeypatch:
     end = engine.end()
     assert end is not None
     lines = end.message.splitlines()
-    assert (lines[0], lines[-1]) == ("node 1", "node 2")
+    assert (lines[0], lines[-1], end.hangs) == ("node 1", "node 2", True)
     assert lines[1].startswith("engine 0 node 0 at http://127.0.0.1")
     assert lines[1].endswith("ended with status 137 (signal 9)")
 

@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from slime.backends.sglang.client import EngineError
+from slime.backends.sglang.client import EngineError, HangError
 from slime.driver import rollout_manager
 from slime.fleet import actors as fleet_actors
 from slime.fleet import placement
@@ -207,6 +207,25 @@ def test_a_run_goes_on_without_an_engine_and_says_so_once(
     assert [member.actor for member in cluster.engines.membership.engines] == cluster.actors[:1]
 
 
+@pytest.mark.parametrize(
+    ("end", "kind"),
+    [
+        (failure(HangError("engine 1 at http://e1 has not answered for 60 s")), "engine_hangs"),
+        (failure(EngineError("engine 1 at http://e1 ended, which hangs: so says its log")), "engine_died"),
+        (RayActorError(error_msg="engine 1 at http://e1 hangs: its host says"), "engine_died"),
+    ],
+    ids=["hangs", "ended", "actor died"],
+)
+def test_an_engine_that_hangs_is_told_from_one_that_died_by_whoever_found_out(
+    end: Exception, kind: str, told: Callable[[], list[dict[str, Any]]]
+) -> None:
+    """Not by the words, which may be those of its log."""
+    cluster = Cluster()
+    cluster.actors[1].die(end)
+    cluster.rollout()
+    assert [(event["kind"], event["subject"]) for event in told()] == [(kind, "engine 1")]
+
+
 def test_a_call_to_an_engine_that_dies_of_it_is_no_failure() -> None:
     cluster = Cluster()
 
@@ -265,7 +284,7 @@ def test_a_push_that_no_engine_is_seen_to_fail_finds_the_one_that_hangs(capsys: 
         return {}
 
     def hang() -> Exception:
-        error = failure(EngineError("engine 1 at http://e1 hangs: GET /server_info: no answer within 1 s"))
+        error = failure(HangError("engine 1 at http://e1 hangs: GET /server_info: no answer within 1 s"))
         cluster.actors[1].die(error)
         return error
 

@@ -16,7 +16,7 @@ import ray
 from aiohttp import web
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from slime.backends.sglang.client import EngineControl, EngineError, GenerateClient, NoAnswerError
+from slime.backends.sglang.client import EngineControl, EngineError, GenerateClient, HangError, NoAnswerError
 from slime.backends.sglang.server import Pulse, Server
 from slime.ray.examination import Examiner
 from slime.utils import http_client
@@ -105,7 +105,7 @@ def test_a_stopped_server_is_not_alive_and_says_since_when_and_what_it_was_asked
     def hangs() -> bool:
         try:
             server.check()
-        except EngineError as error:
+        except HangError as error:
             said.append(str(error))
         return bool(said)
 
@@ -120,7 +120,7 @@ def test_a_server_that_has_gone_is_for_its_exit_status_to_tell(silent: str, tmp_
     server.listen()
     server.examine("nothing")
     server.check()
-    with pytest.raises(EngineError, match=r"hangs: .* 2 times in a row"):  # who is asked for more must be there
+    with pytest.raises(HangError, match=r"hangs: .* 2 times in a row"):  # who is asked for more must be there
         server.examine("a push", lambda timeout: EngineControl(server.url, None, None, timeout).ask("/server_info"))
     server.stop()
 
@@ -134,8 +134,9 @@ def test_a_server_that_has_died_is_not_said_to_hang_whatever_it_is_asked(before:
     server._process = Namespace(  # type: ignore[assignment]
         poll=lambda: next(statuses, 137), tail=lambda lines: "bang", stop=lambda: None
     )
-    with pytest.raises(EngineError, match=r"ended with status 137 \(signal 9\)"):
+    with pytest.raises(EngineError, match=r"ended with status 137 \(signal 9\)") as ended:
         server.examine("a push", lambda timeout: EngineControl(server.url, None, None, timeout).ask("/server_info"))
+    assert not isinstance(ended.value, HangError)
     server.stop()
 
 
@@ -149,10 +150,10 @@ def test_a_server_that_answers_may_still_fail_an_examination(tmp_path: Path) -> 
             server.listen()
             await asyncio.to_thread(server.examine, "a request")
             ask, asked = asking(False)
-            with pytest.raises(EngineError, match=r"hangs: .*it last answered at 2.* \(asked because of a request\)"):
+            with pytest.raises(HangError, match=r"hangs: .*it last answered at 2.* \(asked because of a request\)"):
                 await asyncio.to_thread(server.examine, "a request", ask)
             assert len(asked) == 2
-            with pytest.raises(EngineError, match="hangs"):
+            with pytest.raises(HangError, match="hangs"):
                 server.check()  # as the actor's watch does
             server.stop()
 
@@ -203,7 +204,7 @@ def answer_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hanging(rank: int) -> Exception:
-    return failure(EngineError(f"engine {rank} at http://e{rank} hangs: no answer\nlast lines of its log:\nbang"))
+    return failure(HangError(f"engine {rank} at http://e{rank} hangs: no answer\nlast lines of its log:\nbang"))
 
 
 def ask(examiner: Examiner) -> str | None:

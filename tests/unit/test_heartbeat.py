@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from slime.backends.sglang.client import EngineError
+from slime.backends.sglang.client import HangError
 from slime.backends.sglang.scheduler_beats import mark_turns
 from slime.backends.sglang.server import Server
 from slime.processes import heartbeat, kernel
@@ -209,7 +209,7 @@ def test_a_server_whose_process_is_stopped_hangs_and_its_files_go(tmp_path: Path
         server.check()
         os.kill(pid, 19)  # SIGSTOP
         wait_for(server.hang, "it is found to stand still")
-        with pytest.raises(EngineError, match=rf"engine 1 at http://e1 hangs: process {pid} gives no sign of life, si"):
+        with pytest.raises(HangError, match=rf"engine 1 at http://e1 hangs: process {pid} gives no sign of life, si"):
             server.check()
     finally:
         server.stop()

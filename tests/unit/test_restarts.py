@@ -174,7 +174,7 @@ def test_a_run_waits_for_engines_that_come_back_when_none_is_left(monkeypatch: p
     fleet.rollout()
     assert fleet.serving()[-1] == []
     assert fleet.engines.expects_weights()
-    with pytest.raises(NoEngineError, match="push of version 4: all engines are starting again"):
+    with pytest.raises(NoEngineError, match="push of version 4: all that are to get it are starting again"):
         fleet.engines.push(4, fleet.publish)
     starting.give("http://e1")
     fleet.engines.await_one("push weights of version 4")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang import router as router_module
-from slime.backends.sglang.client import EngineError
+from slime.backends.sglang.client import EngineError, HangError
 from slime.backends.sglang.router import Router, RunningRouter
 from slime.fleet.routers import Routers
 from slime.fleet.spec import ModelSpec
@@ -90,6 +90,17 @@ def test_a_router_that_runs_gets_engines_and_loses_them_again(servers: Servers) 
     assert servers.posted[1:] == [("DELETE /workers/w0", None)], "the other one is somebody else's"
 
 
+@pytest.mark.parametrize(
+    ("answer", "of_keys"),
+    [((401, {}), True), ((403, {}), True), ((404, {}), False), ((502, "an engine answered with status 401"), False)],
+)
+def test_only_a_refused_key_is_said_to_be_one(servers: Servers, answer: tuple[int, Any], of_keys: bool) -> None:
+    servers.answers["/workers"] = answer
+    with pytest.raises(EngineError, match=rf"GET /workers: status {answer[0]}: ") as refused:
+        RunningRouter(router_args(), servers.address, None, (None, None)).start()
+    assert ("its keys are taken from the variables" in str(refused.value)) == of_keys
+
+
 def test_a_router_that_ends_by_itself_is_found_to_hang(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     router = RunningRouter(router_args(), servers.address, None, (None, None))
     vars(router._args).update(rollout_health_check_interval=60.0, rollout_health_check_timeout=1.0)
@@ -97,7 +108,7 @@ def test_a_router_that_ends_by_itself_is_found_to_hang(servers: Servers, monkeyp
     router.listen()
     router.check()
     servers.close()
-    with pytest.raises(EngineError, match=rf"router at {servers.url} hangs: .*GET /liveness"):
+    with pytest.raises(HangError, match=rf"router at {servers.url} hangs: .*GET /liveness"):
         router.examine("a test")
     router.stop()
 

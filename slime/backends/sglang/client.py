@@ -34,6 +34,10 @@ class EngineError(SlimeError):
     """An engine died, refused or did not answer; the message names the engine, the call and the answer."""
 
 
+class HangError(EngineError):
+    """A server was found to hang: it has not ended, and does not answer, or one of its processes stands still."""
+
+
 class NoAnswerError(EngineError):
     """A server that took a question and did not answer it in time."""
 

@@ -147,7 +147,7 @@ class Engine(Server):
         while 0 < len(ends) < self._num_nodes and time.monotonic() < deadline:
             time.sleep(_FOLLOW_POLL_S)
             ends = self._ends(self._others)
-        return ExitInfo(ends[0].seen, "\n".join(end.message for end in ends)) if ends else None
+        return ends[0]._replace(message="\n".join(end.message for end in ends)) if ends else None
 
     def _ends(self, others: OtherNodes) -> list[ExitInfo]:
         own = super().end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -206,8 +207,8 @@ class ExternalEngine(Server):
 
     def hang(self) -> ExitInfo | None:
         """That it is lost: it does not answer, or was started again by whoever has it."""
-        end = super().hang()
-        return None if end is None else ExitInfo(end.seen, end.message.replace(" hangs: ", " is lost: ", 1))
+        told = self._silence()
+        return ExitInfo(time.time(), f"{self._who} is lost: {told}") if told else None
 
     def examine_all(self, because: str, *, paused: bool) -> None:
         """As of `Engine`."""

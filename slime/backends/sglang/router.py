@@ -36,6 +36,10 @@ RouterKeys = tuple[str | None, str | None]
 """What a router asks for: with requests to generate, and where its workers are concerned; None where it does not."""
 
 
+class _RefusedKeyError(EngineError):
+    """A router asks for a key, or for another one."""
+
+
 class Router(Server):
     """One router process."""
 
@@ -202,7 +206,8 @@ class Router(Server):
         reply = ask_server(who, self.url, method, path, body, key=self._control_key, timeout=timeout)
         if not reply.ok and reply.status_code not in also_good:
             text = redact(reply.text[:500], (*(self._api_keys or ()), *filter(None, [self._control_key])))
-            raise EngineError(f"{who}: {method} {path}: status {reply.status_code}: {text}")
+            kind = _RefusedKeyError if reply.status_code in (401, 403) else EngineError
+            raise kind(f"{who}: {method} {path}: status {reply.status_code}: {text}")
         return reply
 
     @property
@@ -243,9 +248,11 @@ class RunningRouter(Router):
     def _start(self) -> None:
         try:
             there = self._workers()
+        except _RefusedKeyError as error:
+            keys = f"its keys are taken from the variables {' and '.join(KEY_VARIABLES)} of the driver"
+            raise EngineError(f"{_FLAGS}: {error} ({keys})") from error
         except EngineError as error:
-            keys = f" (its keys are taken from the variables {' and '.join(KEY_VARIABLES)} of the driver)"
-            raise EngineError(f"{_FLAGS}: {error}{keys if 'status 40' in str(error) else ''}") from error
+            raise EngineError(f"{_FLAGS}: {error}") from error
         if there:
             urls = ", ".join(sorted(worker["url"] for worker in there))
             raise EngineError(f"{_FLAGS}: the router at {self.url} has engines that are not this run's: {urls}")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from slime.backends.sglang.client import EngineError, NoAnswerError
+from slime.backends.sglang.client import EngineError, HangError, NoAnswerError
 from slime.processes.heartbeat import Watcher
 from slime.processes.server_process import ServerProcess
 from slime.utils.http_utils import PortReservation
@@ -104,6 +104,8 @@ class ExitInfo(NamedTuple):
     """When it was noticed, as `time.time`."""
     message: str
     """Which server, its status, and the last lines of its log."""
+    hangs: bool = False
+    """Whether it was found to hang, and has not ended."""
 
 
 class Server:
@@ -148,19 +150,23 @@ class Server:
 
     def hang(self) -> ExitInfo | None:
         """That it hangs, by the heartbeats of its processes or as it answered nothing; None while it does not."""
-        told = (self._lookout and self._lookout.stands_still) or (self._pulse and self._pulse.silence)
+        told = self._silence()
         if not told:
             return None
-        return ExitInfo(time.time(), f"{self._name} at {self.url} hangs: {told}{self._log_tail()}")
+        return ExitInfo(time.time(), f"{self._name} at {self.url} hangs: {told}{self._log_tail()}", hangs=True)
+
+    def _silence(self) -> str | None:
+        still = self._lookout.stands_still if self._lookout is not None else None
+        return still or (self._pulse.silence if self._pulse is not None else None)
 
     def check(self) -> None:
-        """Raise EngineError, with the last lines of its log, if the server has ended, or hangs.
+        """Raise EngineError, with the last lines of its log, if the server has ended, a HangError if it hangs.
 
         Whether it lives is decided here alone: by its exit status, by its answers to the questions of `listen`, and by
         the heartbeats of its processes.
         """
         if (end := self.end() or self.hang()) is not None:
-            raise EngineError(end.message)
+            raise HangError(end.message) if end.hangs else EngineError(end.message)
 
     def listen(self) -> None:
         """Ask the server, which has started, from now on whether it answers."""
