@@ -322,12 +322,20 @@ class _PinnedMemory(mmap.mmap):
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
-def pinned(nbytes: int) -> torch.Tensor:
+def pinned(nbytes: int, *, in_forks: bool = False) -> torch.Tensor:
     """Host memory that the device copies from and to at full speed; uint8, at least one byte, its content undefined.
-    torch's own pinned allocator rounds up to a power of two, which for tens of GiB is memory that nobody has."""
-    memory = _PinnedMemory(-1, nbytes)
-    # Pages of 2 MiB take a fraction of the time to pin.
+    torch's own pinned allocator rounds up to a power of two, which for tens of GiB is memory that nobody has.
+
+    Args:
+        nbytes: how much.
+        in_forks: processes forked from this one read it, as a checkpoint's writers do. It then takes longer to pin.
+    """
+    kind = mmap.MAP_SHARED if in_forks else mmap.MAP_PRIVATE
+    memory = _PinnedMemory(-1, nbytes, flags=kind | mmap.MAP_ANONYMOUS)
+    # Pages of 2 MiB take a fraction of the time to pin; of shared memory few hosts give such.
     memory.madvise(mmap.MADV_HUGEPAGE)
+    if not in_forks:
+        memory.madvise(mmap.MADV_DONTFORK)  # the kernel would copy pinned pages for every forked process
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     if is_cuda():
         status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), nbytes, 0)

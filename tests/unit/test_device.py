@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
+import os
+import signal
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -72,3 +75,13 @@ def test_pinned_memory_is_known_to_the_device_for_as_long_as_it_is_there(monkeyp
     assert len(known) == 1
     del part
     assert not known
+
+
+@pytest.mark.parametrize(("in_forks", "status"), [(True, 0), (False, -signal.SIGSEGV)])
+def test_pinned_memory_is_in_forked_processes_only_where_asked(in_forks: bool, status: int) -> None:
+    """Elsewhere nothing of it is copied for them: there is no such memory."""
+    seen = device.pinned(100, in_forks=in_forks).fill_(7).numpy()
+    if (child := os.fork()) == 0:
+        faulthandler.disable()
+        os._exit(int(seen[99] != 7))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status

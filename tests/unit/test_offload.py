@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from argparse import Namespace
 from typing import Any
 
@@ -143,6 +144,18 @@ def test_steps_are_adamw_in_float64() -> None:
             exact[i] = exact[i] * (1 - rate(number) * DECAY * (i >= 2)) - rate(number) * mean / (square.sqrt() + EPS)
     for mine, theirs in zip(moved.mains, exact, strict=True):
         torch.testing.assert_close(mine.detach().double(), theirs, rtol=0, atol=STEPS * 2.5e-7)
+
+
+def test_a_forked_process_reads_the_state() -> None:
+    """As a checkpoint's writers do."""
+    part = Part("adam", torch.bfloat16, SETTINGS)
+    part.step(0)
+    moments = [state["exp_avg"] for state in part.optimizer.state.values()]
+    seen, want = [moment.numpy() for moment in moments], [moment.numpy().copy() for moment in moments]
+    assert all(array.any() for array in want)
+    if (child := os.fork()) == 0:
+        os._exit(int(not all((one == other).all() for one, other in zip(seen, want, strict=True))))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_step_that_is_skipped_leaves_everything() -> None:

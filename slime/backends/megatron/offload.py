@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ class HostState:
             else:
                 self._resident.append(parameter)
             taken += parameter.numel()
-        allocate = device.pinned if pin else (lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+        allocate = partial(device.pinned, in_forks=True) if pin else partial(torch.empty, dtype=torch.uint8)
         for run in self._runs:
             run.host = {kind: allocate(4 * run.size).view(torch.float32) for kind in run.kinds if run.size}
             self._move(run)
