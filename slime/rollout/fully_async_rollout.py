@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
-from slime.data import Sample
 from slime.observability.trace import span
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, flatten_samples
 from slime.rollout.batches.metrics import engine_metrics, request_metrics, speed_metrics
 from slime.rollout.engine.loop import background_loop, run_all
 from slime.rollout.engine.state import RolloutState, rollout_state
-from slime.rollout.engine.versions import staleness
 from slime.rollout.groups.collect import finish_batch, late
 from slime.rollout.groups.pool import Pool
 from slime.rollout.runtime import RolloutRuntime, current
@@ -87,8 +87,8 @@ class Stream:
         await self._tell()
         try:
             async with self._runtime.here().line.waiting(rollout_id, args.rollout_timeout):
-                pool, state = await self._until_enough()
-                groups = pool.take(args.rollout_batch_size, rollout_id)
+                pool, state, places = await self._until_enough()
+                groups = pool.take(places, rollout_id)
                 self._next = rollout_id + 1
                 all_done = pool.take_all_done()
                 metrics = pool.metrics() | {"rollout/groups_under_way": float(pool.num_under_way)}
@@ -106,20 +106,29 @@ class Stream:
         self._taken = now
         return RolloutFnTrainOutput(samples=groups, metrics=metrics | {"perf/rollout_time": now - started})
 
-    async def _until_enough(self) -> tuple[Pool, RolloutState]:
-        def is_stale(sample: Sample) -> bool:
-            return (staleness(sample, self._next) or 0) > self._args.max_weight_staleness
-
+    async def _until_enough(self) -> tuple[Pool, RolloutState, list[int]]:
         while True:
-            if self._pool is not None and await self._pool.return_stale(is_stale):
+            oldest = self._next - self._args.max_weight_staleness
+            if self._pool is not None and await self._pool.return_older(oldest):
                 await self._tell()  # there is room for others, which may be all that is left to wait for
             async with self._changed:
                 if self._task.done():
                     self.ended = True
                     self._task.result()
-                if self._pool and self._state and len(self._pool.kept) >= self._args.rollout_batch_size:
-                    return self._pool, self._state
+                if self._pool and self._state:
+                    if self._pool.older(oldest):  # since it was looked for
+                        continue
+                    if (places := self._choice(self._pool)) is not None:
+                        return self._pool, self._state, places
                 await self._changed.wait()
+
+    def _choice(self, pool: Pool) -> list[int] | None:
+        def last(oldest: int | None) -> float:
+            return math.inf if oldest is None else oldest + self._args.max_weight_staleness
+
+        done = [last(entry.oldest) for entry in pool.kept]
+        under_way = [when for when in map(last, pool.oldest_under_way) if when >= self._next]  # others go back anyway
+        return choose(done, under_way, self._args.rollout_batch_size, self._next)
 
     async def _tell(self) -> None:
         async with self._changed:
@@ -144,7 +153,7 @@ class Stream:
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: room() > 0)
-            await pool.draw(room())
+            await pool.draw(room(), self._newest())
 
     async def _advance(self, pool: Pool) -> None:
         while True:
@@ -155,6 +164,36 @@ class Stream:
         """How many groups may be outstanding: one that is begun now has the weights that were pushed last and is taken
         by rollout ``_next`` or, behind as many others as a rollout has, by the one after it; ``--max-weight-staleness``
         says by which at the latest."""
-        version = max(self._runtime.version, self._version)
-        rollouts = version + self._args.max_weight_staleness - self._next + 1
+        rollouts = self._newest() + self._args.max_weight_staleness - self._next + 1
         return self._args.rollout_batch_size * min(rollouts, self._args.num_rollout - self._next)
+
+    def _newest(self) -> int:
+        return max(self._runtime.version, self._version)
+
+
+def choose(done: Sequence[float], under_way: Sequence[float], wanted: int, rollout_id: int) -> list[int] | None:
+    """Which groups a rollout takes: those that were done first, but for as many of those whose time is running out as
+    the rollouts after it could not take in time. No group then becomes too old that was begun within `Stream._limit`,
+    and long responses are as often trained on as short ones.
+
+    Args:
+        done: the last rollout that may take each group that is done, in the order in which they were.
+        under_way: the same of those that are not.
+        wanted: groups of a rollout.
+
+    Returns:
+        Places in ``done``; None where there are too few, or one of those under way has to be waited for.
+    """
+    if len(done) < wanted:
+        return None
+    places: dict[int, None] = {}
+    for last in sorted({*done, *under_way}):
+        due = sum(other <= last for other in done) + sum(other <= last for other in under_way)
+        missing = min(due - wanted * (last - rollout_id), wanted) - len(places)
+        if missing > 0:
+            some = [place for place, other in enumerate(done) if other <= last and place not in places]
+            if len(some) < missing:
+                return None
+            places |= dict.fromkeys(some[: int(missing)])
+    others = [place for place in range(len(done)) if place not in places]
+    return [*places, *others[: wanted - len(places)]]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 import threading
 import time
 from argparse import Namespace
@@ -20,7 +22,7 @@ from slime.rollout.batches.metrics import accounting
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.engine.loop import background_loop
 from slime.rollout.engine.versions import staleness
-from slime.rollout.fully_async_rollout import generate_rollout_fully_async
+from slime.rollout.fully_async_rollout import choose, generate_rollout_fully_async
 from slime.rollout.runtime import current
 from slime.utils.errors import HookError, SettingError
 from tests.fake_client import FakeClient, hook_file, push, reply
@@ -68,7 +70,8 @@ class Engine:
 
 
 def make(make_args: Args, **changes: Any) -> tuple[Namespace, RolloutDataSourceWithBuffer]:
-    args = make_args(num_prompts=200, asynchronous=True, max_weight_staleness=1, num_rollout=100, **changes)
+    always: dict[str, Any] = {"num_prompts": 200, "asynchronous": True, "num_rollout": 100}
+    args = make_args(**{**always, "max_weight_staleness": 1, **changes})
     return args, RolloutDataSourceWithBuffer(args)
 
 
@@ -99,27 +102,72 @@ def groups_of(output: RolloutFnTrainOutput) -> list[int | None]:
     return [flatten_samples(group)[0].group_index for group in output.samples]
 
 
-def test_it_goes_on_between_rollouts_and_a_slow_group_holds_up_none(make_args: Args, use: Use) -> None:
+def test_it_goes_on_between_rollouts_and_a_slow_group_holds_up_only_the_last_that_may_take_it(
+    make_args: Args, use: Use
+) -> None:
     engine = Engine(slow=(1,))
     use(FakeClient(engine))
-    args, source = make(make_args)
-    trained: Counter[int | None] = Counter()
-    for rollout_id in range(4):
+    args, source = make(make_args, max_weight_staleness=2)
+    trained: list[int | None] = []
+    for rollout_id in range(3):
         engine.push(rollout_id)
-        trained.update(groups_of(take(args, rollout_id, source)))
+        assert 1 not in trained
+        if rollout_id == 2:
+            threading.Timer(0.5, setattr, (engine, "released", True)).start()
+        output = take(args, rollout_id, source)
+        trained += groups_of(output)
+        assert engine.released == (rollout_id == 2)
         wait_for(lambda: source.num_in_flight() >= args.rollout_batch_size, "others are generated meanwhile")
-    assert 1 not in trained
-    engine.released = True
-    for rollout_id in range(4, 30):
-        if trained[1]:
-            break
+    (late, *_) = [sample for sample in flatten_samples(output.samples) if sample.group_index == 1]
+    assert staleness(late, 2) == 2, "begun by weights of version 0"
+    assert len(set(trained)) == len(trained) == 12
+    assert source.as_handed_out(1) is None
+
+
+@pytest.mark.parametrize("allowed", [1, 2, 4])
+def test_responses_of_any_length_are_trained_on_once_and_none_is_thrown_away(
+    make_args: Args, use: Use, allowed: int
+) -> None:
+    engine, rng, asked = Engine(), random.Random(allowed), Counter[int]()
+
+    async def in_its_time(number: int, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        asked[len(input_ids)] += 1
+        answer = await engine(number, input_ids, params)  # its first token has the version that it was begun with
+        await asyncio.sleep(min(0.4, rng.lognormvariate(-4, 1.5)))
+        return answer
+
+    use(FakeClient(in_its_time))
+    args, source = make(make_args, max_weight_staleness=allowed)
+    trained: Counter[int | None] = Counter()
+    for rollout_id in range(12):
         engine.push(rollout_id)
         output = take(args, rollout_id, source)
         trained.update(groups_of(output))
-        assert all((staleness(s, rollout_id) or 0) <= 1 for s in flatten_samples(output.samples))
-    assert trained[1] == 1, "begun by weights of version 0, it was generated again"
+        assert (output.metrics or {})["rollout/stale_groups_returned"] == 0
+        assert all((staleness(s, rollout_id) or 0) <= allowed for s in flatten_samples(output.samples))
     assert set(trained.values()) == {1}
-    assert source.as_handed_out(1) is None
+    assert set(range(4 * (12 - allowed))) <= set(trained), "those of the first rollouts, however long they took"
+    assert max(asked.values()) == args.n_samples_per_prompt, "nothing is generated again"
+
+
+@pytest.mark.parametrize(
+    ("done", "under_way", "chosen"),
+    [
+        ([7, 7, 7], [7, 7], [0, 1]),  # the next two rollouts take the others
+        ([7, 5, 7], [7], [1, 0]),
+        ([7, 7, 7], [5], None),
+        ([7, 7, 6, 6, 6], [], [2, 0]),  # rollout 6 has room for two of three
+        ([7, 7, 6], [6, 6, 6], None),
+        ([7, 6, 6], [6, 6], [1, 2]),
+        ([5, 5, 5], [5], [0, 1]),  # more than can be taken in time
+        ([math.inf, math.inf], [7], [0, 1]),
+        ([5], [], None),
+    ],
+)
+def test_a_rollout_takes_what_is_done_but_for_what_later_ones_cannot(
+    done: list[float], under_way: list[float], chosen: list[int] | None
+) -> None:
+    assert choose(done, under_way, wanted=2, rollout_id=5) == chosen
 
 
 def test_outstanding_groups_are_bounded_by_staleness(make_args: Args, use: Use) -> None:
@@ -151,12 +199,16 @@ def test_nothing_is_begun_that_is_too_old_when_it_is_taken(make_args: Args, use:
 
 
 def test_room_that_a_stale_group_leaves_is_filled_while_a_rollout_waits(make_args: Args, use: Use) -> None:
-    """Weights are pushed after two rollouts: before it only as many groups may be begun as a rollout has."""
-    engine, asked = Engine(slow=(4, 5)), Counter[int]()
+    """Weights are pushed after two rollouts: before it only as many groups may be begun as a rollout has. An engine
+    answers by older weights than were pushed."""
+    engine, asked = Engine(slow=(12, 13)), Counter[int]()
 
     async def noted(number: int, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
-        asked[len(input_ids) - 1] += 1
-        return await engine(number, input_ids, params)
+        prompt = len(input_ids) - 1
+        asked[prompt] += 1
+        again = asked[prompt] > 2
+        answer = await engine(number, input_ids, params)
+        return answer if again or prompt not in (12, 13) else reply(str(len(input_ids)), version=1)
 
     def slowly(groups: list[Any]) -> None:
         time.sleep(0.3)  # who fills the room waits for more of it before the rollout waits again
@@ -164,17 +216,17 @@ def test_room_that_a_stale_group_leaves_is_filled_while_a_rollout_waits(make_arg
 
     use(FakeClient(noted))
     args, source = make(make_args)
-    take(args, 0, source)
-    wait_for(lambda: asked[4] == asked[5] == 2, "two groups are begun, and take longer than they may")
-    for rollout_id in (1, 2):
+    for rollout_id in range(3):
         engine.push(rollout_id)
         take(args, rollout_id, source)
+    wait_for(lambda: asked[12] == asked[13] == 2, "two groups are begun, and take longer")
     put_back, source.add_samples = source.add_samples, slowly  # type: ignore[method-assign]
-    for late, slow in ((0.5, (4,)), (2.0, ())):
+    for late, slow in ((0.5, (12,)), (2.0, ())):
         threading.Timer(late, setattr, (engine, "slow", slow)).start()
     output = take(args, 3, source)
     assert not engine.slow, "the rollout has waited for both"
     assert all((staleness(s, 3) or 0) <= 1 for s in flatten_samples(output.samples))
+    assert (output.metrics or {})["rollout/stale_groups_returned"] == 2
 
 
 def test_a_group_whose_filter_is_cancelled_comes_back(make_args: Args, use: Use, tmp_path: Path) -> None:

@@ -26,6 +26,11 @@ def versions(sample: Sample) -> list[int]:
     return [number for number in map(as_number, sample.weight_versions or ()) if number != OLDER_THAN_ANY]
 
 
+def oldest_version(samples: Iterable[Sample]) -> int | None:
+    """The oldest weights that made any of their tokens; None where no sample tells."""
+    return min((version for sample in samples for version in versions(sample)), default=None)
+
+
 def staleness(sample: Sample, rollout_id: int) -> int | None:
     """``rollout_id`` less the oldest version; None where the sample has none. Rollout k trains weights of version k."""
     found = versions(sample)

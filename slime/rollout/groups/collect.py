@@ -34,7 +34,7 @@ async def collect(
                     if missing > pool.num_under_way:
                         await pool.draw(args.over_sampling_batch_size or missing - pool.num_under_way)
                     await pool.advance(num_groups)
-                groups = pool.take(num_groups, rollout_id)
+                groups = pool.take(range(num_groups), rollout_id)
                 metrics = await pool.end() | pool.metrics()
                 await finish_batch(args, source, state, groups, pool.take_all_done())
         except (HookError, DeadlineError) as error:

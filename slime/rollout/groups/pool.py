@@ -7,8 +7,8 @@ import logging
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from slime.data import Group, Sample, Status
 from slime.data.rows.conversation import RowError
@@ -19,7 +19,7 @@ from slime.observability.trace import span
 from slime.rollout.base_types import flatten_samples
 from slime.rollout.engine.loop import cancel, in_own_thread
 from slime.rollout.engine.state import POSITION, RolloutState
-from slime.rollout.engine.versions import MASKED_TOKENS, mask_older_tokens, newest_version
+from slime.rollout.engine.versions import MASKED_TOKENS, mask_older_tokens, newest_version, oldest_version
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.groups.group import GroupRun, untrainable
 from slime.rollout.sampling import seeded, train_sampling_params
@@ -45,6 +45,22 @@ async def call_batch_hook(state: RolloutState, flag: str, path: str, samples: li
         return await call_hook(load_function(path, flag=flag), where, *values)
 
 
+class Kept(NamedTuple):
+    """A group that is done, to be trained on."""
+
+    number: int
+    """Its place in the order of drawing."""
+    results: list[Any]
+    oldest: int | None
+    """The oldest weights that made any of its tokens; None where that is not known."""
+
+
+class _Running(NamedTuple):
+    number: int
+    run: GroupRun
+    oldest: int
+
+
 class Pool:
     """Groups under way, and those that are done and were kept, for one rollout or for a stream of them."""
 
@@ -58,11 +74,11 @@ class Pool:
         self._source = source
         self._state = state
         self._rollout_id = rollout_id
-        self._running: dict[asyncio.Task[Any], tuple[int, GroupRun]] = {}
+        self._running: dict[asyncio.Task[Any], _Running] = {}
         self._done: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         self._num_begun = 0
-        self.kept: list[tuple[int, list[Any]]] = []
-        """Groups to train on, each with its place in the order of drawing."""
+        self.kept: list[Kept] = []
+        """In the order in which they were done."""
         self._all_done: list[tuple[int, Group]] = []
         self.dropped: Counter[str] = Counter()
         """By reason; of these the filter's in ``filtered``, by its own."""
@@ -79,14 +95,19 @@ class Pool:
         """Groups that were begun and are neither kept, dropped nor put back."""
         return len(self._running)
 
-    async def draw(self, num_groups: int) -> None:
+    @property
+    def oldest_under_way(self) -> list[int]:
+        """Of each group under way no token was made by older weights than these."""
+        return [running.oldest for running in self._running.values()]
+
+    async def draw(self, num_groups: int, version: int = 0) -> None:
         """Begin new groups of the data source, which may take its time in a thread of its own."""
         with self._state.busy("waiting for --data-source-path"):
             groups = await in_own_thread(draw_groups, self._args, self._source, num_groups)
-        self.begin(groups)
+        self.begin(groups, version)
 
-    def begin(self, groups: list[Group]) -> None:
-        """Begin to generate groups."""
+    def begin(self, groups: list[Group], version: int = 0) -> None:
+        """Begin to generate groups, by weights of ``version`` or newer."""
         params = train_sampling_params(self._args)
         for group in groups:
             self._state.num_samples += len(group)
@@ -94,7 +115,9 @@ class Pool:
             run = GroupRun(self._args, self._state, group, params_of)
             with setting(POSITION, self._num_begun):
                 task = asyncio.create_task(run.run())
-            self._running[task] = self._num_begun, run
+            before = oldest_version(group)
+            oldest = version if before is None else min(version, before)
+            self._running[task] = _Running(self._num_begun, run, oldest)
             task.add_done_callback(self._done.put_nowait)
             self._num_begun += 1
 
@@ -102,7 +125,7 @@ class Pool:
         """Wait until another group is done; keep it, or drop it with a reason. HookError where the filter failed, or
         more groups failed than are ``wanted``; else what a group raised."""
         task = await self._done.get()
-        number, run = self._running[task]
+        number, run, _ = self._running[task]
         error = None if task.cancelled() else task.exception()
         if self._forgives and isinstance(error, Exception) and not isinstance(error, SettingError):
             try:
@@ -142,7 +165,7 @@ class Pool:
         failed, problem = next(((sample, why) for sample, why in problems if why is not None), (None, None))
         if failed is None:
             self._dropped_in_a_row.clear()
-            self.kept.append((number, results))
+            self.kept.append(Kept(number, results, oldest_version(samples)))
         elif self._args.on_sample_error == "stop":
             raise RowError(problem)
         else:
@@ -207,11 +230,13 @@ class Pool:
         done, self._all_done = self._all_done, []
         return [results for _, results in sorted(done, key=lambda entry: entry[0])]
 
-    def take(self, num_groups: int, rollout_id: int) -> list[list[Any]]:
-        """The groups that were kept first, in the order of drawing, for a rollout to be trained on."""
-        taken, self.kept = self.kept[:num_groups], self.kept[num_groups:]
+    def take(self, places: Iterable[int], rollout_id: int) -> list[list[Any]]:
+        """Of the groups that were kept those at ``places``, in the order of drawing, for a rollout to be trained on."""
+        taken = [self.kept[place] for place in places]
+        numbers = {entry.number for entry in taken}
+        self.kept = [entry for entry in self.kept if entry.number not in numbers]
         self.num_failed = 0
-        groups = [results for _, results in sorted(taken, key=lambda entry: entry[0])]
+        groups = [entry.results for entry in sorted(taken, key=lambda entry: entry.number)]
         if self._args.mask_offpolicy_in_partial_rollout:
             samples = flatten_samples(groups)
             self._num_masked += mask_older_tokens(samples, newest_version(self._args, rollout_id))
@@ -223,14 +248,19 @@ class Pool:
                 )
         return groups
 
-    async def return_stale(self, is_stale: Callable[[Sample], bool]) -> bool:
-        """Put kept groups with a stale sample back into the data source, to be generated anew; whether any are."""
-        stale = [entry for entry in self.kept if any(map(is_stale, flatten_samples(entry[1])))]
+    def older(self, version: int) -> list[Kept]:
+        """Kept groups with tokens of weights older than ``version``."""
+        return [entry for entry in self.kept if entry.oldest is not None and entry.oldest < version]
+
+    async def return_older(self, version: int) -> bool:
+        """Put kept groups that are `older` back into the data source, to be generated anew; whether there are any."""
+        stale = self.older(version)
         if not stale:
             return False
-        self.kept = [entry for entry in self.kept if entry not in stale]
+        numbers = {entry.number for entry in stale}
+        self.kept = [entry for entry in self.kept if entry.number not in numbers]
         self.num_stale += len(stale)
-        prompts = [as_prompts(self._source, flatten_samples(results)) for _, results in stale]
+        prompts = [as_prompts(self._source, flatten_samples(entry.results)) for entry in stale]
         await in_own_thread(put_back, self._source, prompts)
         return True
 
@@ -241,8 +271,8 @@ class Pool:
             await self._end_requests()
             await asyncio.wait(self._running, timeout=_DRAIN_GRACE_S)
         await cancel(list(self._running))
-        left = [flatten_samples(results) for _, results in self.kept]
-        left += [run.unfinished() for _, run in self._running.values()]
+        left = [flatten_samples(entry.results) for entry in self.kept]
+        left += [running.run.unfinished() for running in self._running.values()]
         self._running, self.kept = {}, []
         await in_own_thread(put_back, self._source, left)
         cut = [group for group in left if any(sample.reward is None for sample in group)]
