@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
@@ -84,7 +85,10 @@ def _count(meta_info: Mapping[str, Any], *names: str) -> int:
     return next((meta_info[name] for name in names if meta_info.get(name) is not None), 0)
 
 
-_WITH_MEDIA = ("prompt", "metadata", "train_metadata", "multimodal_inputs", "multimodal_train_inputs", "columns")
+_WITH_MEDIA = (
+    *("prompt", "metadata", "metadata_before", "train_metadata"),
+    *("multimodal_inputs", "multimodal_train_inputs", "columns"),
+)
 """Fields of a sample that may hold references to media."""
 
 
@@ -111,6 +115,9 @@ class Sample:
     loss_mask: list[int] | None = None
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
+    metadata_before: dict[str, Any] | None = None
+    """Of a sample that waits to go on: what ``metadata`` was before a user's function wrote into it. It is that again
+    where the response is taken back."""
     failure: str | None = None
     """What went wrong in the last try that failed; where none succeeded, ``status`` is FAILED."""
 
@@ -247,6 +254,12 @@ class Sample:
             setattr(self, name, column)
         column.extend(values)
 
+    def note_metadata(self, before: Sample) -> None:
+        """Keep the metadata that the sample had ``before`` a user's function was given it, if none are kept yet."""
+        if self.metadata_before is None:
+            kept = before.metadata if before.metadata_before is None else before.metadata_before
+            self.metadata_before = copy.deepcopy(kept)
+
     def reset_response(self) -> None:
         """Take the response back, and everything that followed from it: what is left is the prompt, to be generated."""
         self.tokens = self.tokens[: len(self.tokens) - self.response_length]
@@ -254,6 +267,8 @@ class Sample:
         self.weight_versions, self.segment_starts, self.segment_lengths = [], [], []
         self.reward = self.loss_mask = self.rollout_log_probs = self.failure = None
         self.remove_sample, self.non_generation_time = False, 0.0
+        if self.metadata_before is not None:
+            self.metadata, self.metadata_before = self.metadata_before, None
         self.metadata.pop("start_rollout_id", None)
         self.teacher_log_probs = self.rollout_routed_experts = None
         # Media are the prompt's.

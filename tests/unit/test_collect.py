@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime.data import Sample, Status
+from slime.data.sample import begun_anew
 from slime.data.source.prompts import as_prompts
 from slime.data.source.rollout_context import rollout_context
 from slime.rollout.base_types import flatten_samples
@@ -115,6 +116,48 @@ def test_partial_responses_go_on_in_the_next_rollout(
         assert sample.loss_mask == by_new_weights, "of surplus groups nothing, of those that went on the rest"
     asked = [(len(ids), params["max_new_tokens"]) for ids, params, _ in client.requests if len(ids) in (7, 8)]
     assert asked.count((7, 30)) == 2, "what is there counts against --rollout-max-response-len"
+
+
+def test_what_begins_anew_has_the_metadata_of_its_row(
+    make_args: Args, use: Use, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not what a function noted of the response that was taken back; one that goes on has both."""
+    monkeypatch.setattr("slime.rollout.groups.pool._DRAIN_GRACE_S", 60.0)
+    engine = Engine(monkeypatch, longest=5)
+    use(FakeClient(engine))
+    hook = hook_file(
+        tmp_path,
+        "from slime.rollout.sglang_rollout import generate as plain\n"
+        "async def generate(args, sample, params):\n"
+        "    sample.metadata.setdefault('calls', []).append(sample.response_length)\n"
+        "    return await plain(args, sample, params)\n",
+    )
+    args = make_args(
+        over_sampling_batch_size=8,
+        sglang_server_concurrency=100,
+        partial_rollout=True,
+        custom_generate_function_path=f"{hook}:generate",
+    )
+    source = RolloutDataSourceWithBuffer(args)
+    rollout(args, 0, source)
+    waiting = {sample.group_index: sample for sample in flatten_samples(source.buffer)}
+    assert [sample.status for sample in waiting.values()] == [Status.COMPLETED, *[Status.ABORTED] * 3]
+    assert all(sample.metadata["calls"] == [0] for sample in waiting.values())
+    state = source.state_dict()
+    source = RolloutDataSourceWithBuffer(args)
+    source.load_state_dict(state)
+    finished, partial = source.get_samples(2)
+    for group in (as_prompts(source, finished), begun_anew(finished), as_prompts(source, partial), begun_anew(partial)):
+        for sample in group:
+            assert (sample.response, sample.status) == ("", Status.PENDING)
+            assert not {"calls", "start_rollout_id"} & set(sample.metadata)
+    engine.go_on()
+    use(FakeClient(engine))
+    source.load_state_dict(state)
+    trained = flatten_samples(rollout(args, 1, source).samples) + flatten_samples(source.buffer)
+    again = [sample for sample in trained if sample.group_index in waiting]
+    calls = {sample.index: sample.metadata["calls"] for sample in again}
+    assert sorted(calls.values()) == [[0], [0], *[[0, 2]] * 6], "the finished one is not generated again"
 
 
 def test_sample_hooks_see_every_sample_before_its_reward(make_args: Args, use: Use, tmp_path: Path) -> None:

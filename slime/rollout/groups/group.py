@@ -113,8 +113,21 @@ class GroupRun:
         """
         return [part for position in range(len(self.results)) for part in self._to_go_on(position)]
 
-    def _to_go_on(self, position: int) -> list[Sample]:
+    def finished(self) -> Group:
+        """The samples as they can go back to a data source, after `run` was done."""
+        return [part for position in range(len(self.results)) for part in self._parts(position)[0]]
+
+    def _parts(self, position: int) -> tuple[list[Sample], Sample | None]:
+        """What a sample was made into, with its metadata as it was; and that sample, where it is known."""
         parts = flatten_samples(self.results[position])
+        before: Sample | None = pickle.loads(self._untouched[position]) if position in self._untouched else None
+        if before is not None:
+            for part in parts:
+                part.note_metadata(before)
+        return parts, before
+
+    def _to_go_on(self, position: int) -> list[Sample]:
+        parts, before = self._parts(position)
         for part in parts:  # a function that was given up in the middle may have changed them
             restore(part, self._numbers[position], "a function that was not done")
         if position in self._generated and all(part.status in _FINISHED for part in parts):
@@ -126,8 +139,8 @@ class GroupRun:
             if self.args.mask_offpolicy_in_partial_rollout:
                 note_version(sample, newest_version(self.args), as_segment=True)
             return parts
-        if position in self._untouched:
-            sample = pickle.loads(self._untouched[position])
+        if before is not None:
+            sample = before
         sample.reset_response()
         return [sample]
 

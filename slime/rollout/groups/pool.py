@@ -50,7 +50,7 @@ class Kept(NamedTuple):
 
     number: int
     """Its place in the order of drawing."""
-    results: list[Any]
+    run: GroupRun
     oldest: int | None
     """The oldest weights that made any of its tokens; None where that is not known."""
 
@@ -143,7 +143,7 @@ class Pool:
         if verdict is None:
             self._give_up(samples, failed[0], wanted)
         elif verdict.keep or (verdict.keep_when_insufficient and len(self.kept) + self.num_under_way < wanted):
-            self._keep(number, results, wanted)
+            self._keep(number, run, wanted)
         else:
             reason = verdict.reason or "dynamic"
             self.filtered[reason] += 1
@@ -159,13 +159,13 @@ class Pool:
             raise error
         logger.warning("a group crashed and is generated again", exc_info=error)
 
-    def _keep(self, number: int, results: list[Any], wanted: int) -> None:
-        samples = flatten_samples(results)
+    def _keep(self, number: int, run: GroupRun, wanted: int) -> None:
+        samples = flatten_samples(run.results)
         problems = ((sample, untrainable(self._args, sample)) for sample in samples)
         failed, problem = next(((sample, why) for sample, why in problems if why is not None), (None, None))
         if failed is None:
             self._dropped_in_a_row.clear()
-            self.kept.append(Kept(number, results, oldest_version(samples)))
+            self.kept.append(Kept(number, run, oldest_version(samples)))
         elif self._args.on_sample_error == "stop":
             raise RowError(problem)
         else:
@@ -236,7 +236,7 @@ class Pool:
         numbers = {entry.number for entry in taken}
         self.kept = [entry for entry in self.kept if entry.number not in numbers]
         self.num_failed = 0
-        groups = [entry.results for entry in sorted(taken, key=lambda entry: entry.number)]
+        groups: list[list[Any]] = [entry.run.results for entry in sorted(taken, key=lambda entry: entry.number)]
         if self._args.mask_offpolicy_in_partial_rollout:
             samples = flatten_samples(groups)
             self._num_masked += mask_older_tokens(samples, newest_version(self._args, rollout_id))
@@ -260,7 +260,7 @@ class Pool:
         numbers = {entry.number for entry in stale}
         self.kept = [entry for entry in self.kept if entry.number not in numbers]
         self.num_stale += len(stale)
-        prompts = [as_prompts(self._source, flatten_samples(entry.results)) for entry in stale]
+        prompts = [as_prompts(self._source, entry.run.finished()) for entry in stale]
         await in_own_thread(put_back, self._source, prompts)
         return True
 
@@ -271,7 +271,7 @@ class Pool:
             await self._end_requests()
             await asyncio.wait(self._running, timeout=_DRAIN_GRACE_S)
         await cancel(list(self._running))
-        left = [flatten_samples(entry.results) for entry in self.kept]
+        left = [entry.run.finished() for entry in self.kept]
         left += [running.run.unfinished() for running in self._running.values()]
         self._running, self.kept = {}, []
         await in_own_thread(put_back, self._source, left)
