@@ -16,6 +16,7 @@ from slime.data import DataSource, Group, RolloutDataSource, RolloutDataSourceWi
 from slime.data.rows.dataset import load_prompts, train_prompt_spec
 from slime.data.source.prompts import draw_groups
 from slime.data.source.rollout_context import current_rollout, rollout_context
+from slime.rollout.base_types import flatten_samples
 from slime.rollout.batches.metrics import accounting
 
 NUM_GPUS = 0
@@ -329,11 +330,40 @@ def test_resume_with_another_group_size(make_args: Args, caplog: pytest.LogCaptu
     resumed = RolloutDataSourceWithBuffer(make_args(n_samples_per_prompt=2))
     resumed.load_state_dict(source.state_dict())
     assert "--n-samples-per-prompt is 2, and 3 groups that wait in the checkpoint were made with 4" in caplog.text
-    assert [len(group) for group in resumed.get_samples(4)] == [4, 4, 4, 2]
+    assert "those of 4 are cut to 2 samples" in caplog.text
+    handed = resumed.get_samples(4)
+    assert [len(group) for group in handed] == [2, 2, 2, 2]
+    assert sorted(sample.index for sample in flatten_samples(handed)) == [0, 1, 4, 5, 8, 9, 12, 13]
     caplog.clear()
     source.count_trained([sample for group in source.get_samples(1) + groups[1:] for sample in group])
     RolloutDataSourceWithBuffer(make_args(n_samples_per_prompt=2)).load_state_dict(source.state_dict())
     assert "wait in the checkpoint" not in caplog.text
+
+
+def test_resume_with_larger_groups(make_args: Args, caplog: pytest.LogCaptureFixture) -> None:
+    """One that waits with a response keeps it; those that are added to it have none."""
+    source = RolloutDataSourceWithBuffer(make_args(n_samples_per_prompt=2))
+    groups = source.get_samples(2)
+    for sample in groups[0]:
+        sample.metadata_before, sample.metadata = dict(sample.metadata), sample.metadata | {"turns": 3}
+        sample.tokens, sample.response, sample.response_length = [*sample.tokens, 5], "5", 1
+        sample.reward, sample.status = 1.0, Sample.Status.COMPLETED
+    source.add_samples([groups[0], [Sample(prompt="mine")]])
+    resumed = RolloutDataSourceWithBuffer(make_args(n_samples_per_prompt=3))
+    resumed.load_state_dict(source.state_dict())
+    assert "2 groups that wait in the checkpoint" not in caplog.text
+    assert (
+        "3 groups that wait in the checkpoint were made with 2: those of 2 are given 1 more samples each" in caplog.text
+    )
+    handed = resumed.get_samples(4)
+    assert [len(group) for group in handed] == [3, 3, 1, 3]
+    again = next(group for group in handed if group[0].group_index == 0)
+    assert [sample.response_length for sample in again] == [1, 1, 0]
+    assert again[2].tokens == again[0].tokens[:-1]
+    assert (again[2].metadata, again[2].reward, again[2].status) == (groups[1][0].metadata, None, Sample.Status.PENDING)
+    numbers = [(sample.index, sample.rollout_id) for sample in flatten_samples(handed)]
+    assert len(set(numbers)) == 10
+    assert all(index == rollout_id for index, rollout_id in numbers)
 
 
 def test_resume_with_another_class(make_args: Args) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
+from slime.data import Group
+from slime.data.sample import begun_anew
 from slime.utils.errors import BadInputError
 
 _RESTART = "--restart-epoch begins this epoch anew with the data as it is now"
@@ -39,7 +42,23 @@ def changed_group_size(then: dict[str, Any], waiting: int, size: int) -> str | N
     former = then.get("n_samples_per_prompt", size)
     if former == size or not waiting:
         return None
+    change = f"cut to {size} samples" if size < former else f"given {size - former} more samples each"
     return (
         f"--n-samples-per-prompt is {size}, and {waiting} groups that wait in the checkpoint were made with {former}: "
-        "they are handed out as they are, so that the next rollouts have another number of samples"
+        f"those of {former} are {change}"
     )
+
+
+def resized(group: Group, former: int, size: int) -> Group:
+    """A group of ``former`` rollouts with ``size``: the first ones of it, and where it has too few as many more of the
+    same prompt, which have no numbers of their own yet. Any other group, which a user's code has made, as it is."""
+    rollouts = list(dict.fromkeys(sample.rollout_id for sample in group))
+    if len(rollouts) != former:
+        return group
+    kept = [sample for sample in group if sample.rollout_id in rollouts[:size]]
+    prompt = pickle.dumps(group[0])
+    for _ in range(size - former):
+        (more,) = begun_anew([pickle.loads(prompt)])
+        more.index = more.rollout_id = None
+        kept.append(more)
+    return kept

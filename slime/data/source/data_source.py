@@ -17,7 +17,7 @@ from slime.data import Group, Sample
 from slime.data.rows.dataset import PromptDataset, load_prompts, train_prompt_spec
 from slime.data.sample import flatten_samples
 from slime.data.source.buffer_choice import Choice, is_group
-from slime.data.source.changed_data import changed_group_size, cursor_over
+from slime.data.source.changed_data import changed_group_size, cursor_over, resized
 from slime.data.source.numbers import fill_numbers, numbers_kept
 from slime.data.source.rollout_context import current_rollout
 from slime.options.data import DEFAULT_SOURCE
@@ -263,22 +263,26 @@ class RolloutDataSource(DataSource):
         cursor, warnings = self.going_on(state)
         for line in warnings:
             logger.warning(line)
-        again = _from_dicts(state.get("in_flight", []))
         self._epoch, self._cursor = state["epoch"], cursor
         self.num_read, self._num_samples = state["num_groups"], state["num_samples"]
         self.num_added = state["num_added"]
         self.num_trained, self.num_dropped = state["num_trained"], Counter(state["num_dropped"])
         self.metadata = dict(state.get("metadata", {}))
         self._order = self._shuffled(self._epoch)
-        self._in_flight, self._again = {}, again
+        self._in_flight, self._again = {}, self._waiting(state, "in_flight")
+
+    def _waiting(self, state: dict[str, Any], name: str) -> list[Group]:
+        groups = [[Sample.from_dict(fields) for fields in group] for group in state.get(name, [])]
+        size = self.args.n_samples_per_prompt
+        if (former := state.get("n_samples_per_prompt", size)) != size:
+            groups = [resized(group, former, size) for group in groups]
+            for group in groups:
+                self._number(group)
+        return groups
 
 
 def _as_dicts(groups: list[Group]) -> list[list[dict[str, Any]]]:
     return [[sample.to_dict() for sample in group] for group in groups]
-
-
-def _from_dicts(groups: list[list[dict[str, Any]]]) -> list[Group]:
-    return [[Sample.from_dict(fields) for fields in group] for group in groups]
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
@@ -361,7 +365,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """`RolloutDataSource.load_state_dict`; the state of a class without a buffer is refused too."""
         super().load_state_dict(state)
-        self.buffer = _from_dicts(state["buffer"])
+        self.buffer = self._waiting(state, "buffer")
 
 
 def pop_first(args: Namespace, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
