@@ -56,12 +56,12 @@ def chosen_checkpoint(load_dir: str | Path, step: int) -> Path:
     is, where that is not among them."""
     directory = checkpoint_directory(load_dir, step)
     if not directory.is_dir():
-        raise FileNotFoundError(f"{load_dir} has no {directory.name}, but {_present(load_dir)}")
+        raise FileNotFoundError(f"{load_dir} has no {directory.name}; it has {_present(load_dir)}")
     return directory
 
 
 def _present(load_dir: str | Path) -> str:
-    return ", ".join(sorted(p.name for p in Path(load_dir).glob("iter_*"))) or "none"
+    return ", ".join(sorted(p.name for p in Path(load_dir).glob("iter_*"))) or "no checkpoint"
 
 
 def find_checkpoint(load_dir: str | Path, step: int | None = None) -> tuple[Path, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import dataclass
 
 from slime.options.flags.schema import option
@@ -46,3 +47,8 @@ RULES = (
         when="needs_reference placement!=rollout_only",
     ),
 )
+
+
+def where_loaded(args: Namespace) -> str:
+    """How messages name the checkpoint that a run goes on from: all alike, so that one reason is told once."""
+    return f"--load {args.load}:" if args.ckpt_step is None else f"--ckpt-step {args.ckpt_step}: --load"

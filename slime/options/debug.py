@@ -12,6 +12,7 @@ from string import Formatter
 from typing import Literal
 
 from slime.files.checkpoints import find_checkpoint, same_place
+from slime.options.checkpoint import where_loaded
 from slime.options.errors import OptionError, naming
 from slime.options.flags.schema import flag_named, function_path, option
 from slime.options.rules import Rule
@@ -288,6 +289,6 @@ def _goes_on(args: Namespace) -> bool:
     """Whether a run is resumed, or is begun again where it was to be resumed from."""
     if args.load is None:
         return False
-    with naming("--load:", FileNotFoundError):
+    with naming(where_loaded(args), FileNotFoundError):
         found = find_checkpoint(args.load, args.ckpt_step)
     return found is not None or (os.path.isdir(os.path.expanduser(args.load)) and same_place(args.load, args.save))

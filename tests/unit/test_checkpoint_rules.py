@@ -52,12 +52,12 @@ def directory(launch_directory: Path) -> Path:
 --load converted --ref-load model -> --load converted holds weights to start from
 --ref-load bare -> --ref-load {directory}/bare: there are neither *.safetensors nor a checkpoint
 --ckpt-step 3 -> --ckpt-step 3 needs --load
---load ended --ckpt-step 5 -> --ckpt-step 5: --load {directory}/ended has no iter_0000005, but iter_0000001, iter_
+--load ended --ckpt-step 5 -> --ckpt-step 5: --load {directory}/ended has no iter_0000005; it has iter_0000001, iter_
 --load ended --ckpt-step 1 --save ended -> --save {directory}/ended is --load, and its latest is iter_0000003, which
---load model --ckpt-step 0 -> --ckpt-step 0: --load {directory}/model has no iter_0000000, but none$
---load converted --ckpt-step 0 -> --ckpt-step 0: --load {directory}/converted has no iter_0000000, but none$
+--load model --ckpt-step 0 -> --ckpt-step 0: --load {directory}/model has no iter_0000000; it has no checkpoint$
+--load converted --ckpt-step 0 -> --ckpt-step 0: --load {directory}/converted has no iter_0000000; it has no checkpoint$
 --ref-ckpt-step 3 -> --ref-ckpt-step 3 needs --ref-load
---ref-load ended --ref-ckpt-step 2 -> --ref-load {directory}/ended has no iter_0000002, but iter_0000001, iter_0000003$
+--ref-load ended --ref-ckpt-step 2 -> --ref-load {directory}/ended has no iter_0000002; it has iter_0000001, iter_
 """
 )
 def test_what_is_no_checkpoint_and_no_place(fails: Fails, directory: Path, flags: Flags, message: str) -> None:
@@ -98,6 +98,20 @@ def test_a_run_goes_on_with_checkpoints_of_slime_only(directory: Path, common: A
     )
     assert fails("--load ckpt --save ckpt") == expected
     assert starting_point(parse("--ref-load ckpt")) == f"training starts from {directory}/ckpt (--ref-load)"
+
+
+@pytest.mark.parametrize("dump", ["", " --dump-details d"])
+def test_a_checkpoint_that_is_not_there_is_told_once(directory: Path, fails: Fails, dump: str) -> None:
+    """Whoever else has to know whether the run is resumed looks for it too."""
+    for step in ("2", "5"):
+        write_checkpoint(directory / "ckpt", step, {})
+    words, place = f"--load ckpt --save ckpt{dump}", directory / "ckpt"
+    assert fails(f"{words} --ref-load ckpt --ckpt-step 7") == (
+        f"--ckpt-step 7: --load {place} has no iter_0000007; it has iter_0000002, iter_0000005"
+    )
+    (place / "iter_0000005").rename(place / "iter_0000003")
+    latest = f"{place}/latest_checkpointed_iteration.txt names iter_0000005"
+    assert fails(words) == f"--load {place}: {latest}, but {place} has iter_0000002, iter_0000003"
 
 
 def test_weights_are_asked_for_only_where_they_are_read(directory: Path, parse: Parse) -> None:

@@ -34,8 +34,8 @@ def directory(launch_directory: Path) -> Path:
 --opd-teacher-load model -> --opd-teacher-load model has no effect without --use-opd
 {OPD} -> --opd-type megatron needs --opd-teacher-load
 {OPD} --opd-teacher-load /no/such -> --opd-teacher-load /no/such: there is no such directory
-{OPD} --opd-teacher-load model --opd-teacher-ckpt-step 3 -> {{cwd}}/model has no iter_0000003, but none
-{OPD} --opd-teacher-load saved --opd-teacher-ckpt-step 0 -> /saved has no iter_0000000, but iter_0000004
+{OPD} --opd-teacher-load model --opd-teacher-ckpt-step 3 -> {{cwd}}/model has no iter_0000003; it has no checkpoint
+{OPD} --opd-teacher-load saved --opd-teacher-ckpt-step 0 -> /saved has no iter_0000000; it has iter_0000004
 {OPD} --opd-teacher-load model --opd-kl-coef -1 -> argument --opd-kl-coef: must be at least 0
 {SERVED} {URL} --opd-top-k 65 -> --opd-top-k 65 does not go with --opd-type sglang, whose replies have so many ids
 --opd-top-k 5 -> --opd-top-k 5 has no effect without --use-opd

@@ -21,6 +21,7 @@ from slime.files.checkpoints import (
 )
 from slime.files.model_directory import has_weights
 from slime.files.storage import why_no_directory
+from slime.options.checkpoint import where_loaded
 from slime.options.errors import OptionError, naming
 from slime.options.flags.schema import flag_named
 from slime.options.learning.algorithm import PARAMETER_LISTS, trained_names
@@ -137,7 +138,7 @@ def _shown(trained: dict[str, list[str]]) -> list[str]:
 
 def _chosen(args: Namespace, directory: Path) -> Path:
     """The checkpoint of ``--ckpt-step``; OptionError where the run would write among later ones of its directory."""
-    with naming(f"--ckpt-step {args.ckpt_step}: --load", FileNotFoundError):
+    with naming(where_loaded(args), FileNotFoundError):
         chosen = chosen_checkpoint(directory, args.ckpt_step)
     latest = _latest("--load", directory) if same_place(directory, args.save) else None
     if latest is not None and latest.name != chosen.name:
