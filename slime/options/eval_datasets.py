@@ -211,6 +211,8 @@ def _named(datasets: Any, source: str) -> Iterator[tuple[str, Any]]:
     else:
         raise OptionError(f"{source} datasets: neither a list nor a mapping by name, but {datasets!r:.60}")
     for position, (name, entry) in enumerate(entries):
+        if isinstance(datasets, list) and not isinstance(entry, Mapping):
+            raise OptionError(f"{source} dataset {position}: not a mapping (name, path, ...), but {entry!r:.60}")
         if not isinstance(name, str) or not name:
             raise OptionError(f"{source} dataset {position}: its name must be text, not {name!r}")
         if isinstance(entry, Mapping) and "name" in entry:

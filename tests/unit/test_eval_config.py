@@ -152,6 +152,8 @@ eval: {defaults: {}} -> there are no datasets in it
 datasets: 3 -> datasets: neither a list nor a mapping by name, but 3
 {datasets: {a: {path: aime.jsonl}}, dfaults: {}} -> unknown key 'dfaults': there are defaults and datasets
 datasets: {a: aime.jsonl} -> eval.yaml: a: not a mapping of keys to values, but 'aime.jsonl'
+datasets: [aime, math] -> eval.yaml: dataset 0: not a mapping (name, path, ...), but 'aime'
+datasets: [{name: a, path: aime.jsonl}, null] -> eval.yaml: dataset 1: not a mapping (name, path, ...), but None
 datasets: [{path: aime.jsonl}] -> dataset 0: its name must be text, not None
 datasets: {2024: {path: aime.jsonl}} -> dataset 0: its name must be text, not 2024
 datasets: {a: {name: b, path: aime.jsonl}} -> a: a dataset by name has no key 'name'
