@@ -91,6 +91,7 @@ patches.install()  # without it SGLang does not import on a host without GPUs
 from slime.options.flags.sglang import write_engine_flags
 write_engine_flags(sys.argv[1])"""
 """What a process of its own runs, to read the server's flags."""
+_CONFIG = "--custom-config-path"
 _UNTESTED = "allow_untested_versions"
 _MISSPELT = 0.88
 """How similar a YAML key is to a flag that it was probably meant for; names of users' own are often at 0.8."""
@@ -150,8 +151,9 @@ def _parse(parser: StrictParser, words: Sequence[str]) -> tuple[dict[str, Any], 
         allow_untested_versions()  # now: SGLang's flags may be read by a process that patches it
     defaults = assemble(parser, words, yaml_values)
     given = parser.parse_set(words, put_off=True)
-    warnings = without_effect + _check_keys(parser, yaml_values)
-    return defaults, _merged(given, _parse_yaml(parser, yaml_values)), warnings
+    where = _yaml_named(words)
+    warnings = without_effect + _check_keys(parser, yaml_values, where)
+    return defaults, _merged(given, _parse_yaml(parser, yaml_values, where)), warnings
 
 
 def _merged(given: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
@@ -227,23 +229,27 @@ def _mend_help(parser: StrictParser, action: argparse.Action) -> None:
 
 
 def _read_yaml(words: Sequence[str]) -> dict[str, Any]:
-    flag = "--custom-config-path"
-    path = dict(flag_values(words)).get(flag)
+    path = dict(flag_values(words)).get(_CONFIG)
     if not path:
         return {}
-    with naming(f"{flag} {path}:"):
+    with naming(_yaml_named(words)):
         values = read_yaml(path) or {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise OptionError(f"{flag} {path}: not a mapping of names to values")
+        raise OptionError(f"{_yaml_named(words)} not a mapping of names to values")
     return {key.replace("-", "_"): value for key, value in values.items()}
 
 
-def _check_keys(parser: StrictParser, values: dict[str, Any]) -> list[str]:
+def _yaml_named(words: Sequence[str]) -> str:
+    """What messages about the YAML file begin with."""
+    return f"{_CONFIG} {dict(flag_values(words)).get(_CONFIG)}:"
+
+
+def _check_keys(parser: StrictParser, values: dict[str, Any], where: str) -> list[str]:
     """Refuse entries of engines or router that no flag has; warnings of the user's own that may be misspelt."""
     unknown = [key for key, v in values.items() if not parser.has(key) and not explain_flag(flag_named(key), str(v))]
     passed = [parser.explain_unknown(flag_named(key)) for key in unknown if key.startswith(("sglang_", "router_"))]
     if passed:
-        raise OptionError(f"--custom-config-path: {'; '.join(passed)}")
+        raise OptionError(f"{where} {'; '.join(passed)}")
     kept = "is kept as an attribute of args"
     meant = {
         key: f"; otherwise it is ignored: {reason}"
@@ -251,14 +257,14 @@ def _check_keys(parser: StrictParser, values: dict[str, Any]) -> list[str]:
         else parser.nearest(flag_named(key), _MISSPELT)
         for key in unknown
     }
-    return [f"--custom-config-path: {key} {kept}{more}" for key, more in meant.items() if more]
+    return [f"{where} {key} {kept}{more}" for key, more in meant.items() if more]
 
 
-def _parse_yaml(parser: StrictParser, values: dict[str, Any]) -> dict[str, Any]:
+def _parse_yaml(parser: StrictParser, values: dict[str, Any], where: str) -> dict[str, Any]:
     """YAML entries through the same types and checks as flags; entries that no flag knows stay as they are."""
     settings = argparse.Namespace()
     for key, value in values.items():
-        with naming("--custom-config-path:"):
+        with naming(where):
             if reason := explain_flag(flag_named(key), str(value)):
                 raise ValueError(reason)
             if value is not None or not parser.has(key):  # null is what the flag would have without it

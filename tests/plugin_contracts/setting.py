@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.data.source.users_class import make_data_source
-from slime.entry.arguments import GROUPS, _add_hook_flags, _parse_yaml, _read_yaml
+from slime.entry.arguments import GROUPS, _add_hook_flags, _parse_yaml, _read_yaml, _yaml_named
 from slime.options.checks.hook_paths import load_hooks
 from slime.options.eval_datasets import eval_datasets
 from slime.options.flags.parser import StrictParser
@@ -85,7 +85,7 @@ def contract_args(words: Sequence[str], prog: str) -> Namespace:
     yaml_values = _read_yaml(words)
     _add_hook_flags(parser, words, yaml_values)
     defaults = parser.split_defaults()
-    given = parser.parse_set(words) | _parse_yaml(parser, yaml_values)
+    given = parser.parse_set(words) | _parse_yaml(parser, yaml_values, _yaml_named(words))
     parser.check_required(given)
     small = vars(small_rollout(directory() / "tokenizer"))
     small |= {

@@ -48,10 +48,14 @@ def test_yaml_is_merged_before_derivation(parse: Parse, directory: Path, fails: 
     assert args.tool_budget == 3
     assert args.my_setting == {"deep": [1, 2]}
     for content, expected in (
-        ("rollout_batch_size: many", "argument --rollout-batch-size: invalid int value: 'many'"),
-        ("use_stateless_adam: true", "--custom-config-path: --use-stateless-adam is not available yet"),
+        (
+            "rollout_batch_size: many",
+            "--custom-config-path c.yaml: argument --rollout-batch-size: invalid int value: 'many'",
+        ),
+        ("use_stateless_adam: true", "--custom-config-path c.yaml: --use-stateless-adam is not available yet"),
         ("colocate: 3", "neither true nor false"),
-        ("lr: true", "--lr takes a value"),
+        ("lr: high", "--custom-config-path c.yaml: argument --lr: invalid float value: 'high'"),
+        ("lr: true", "--custom-config-path c.yaml: lr: --lr takes a value"),
         ("- 1", "not a mapping"),
         ("a: [", "--custom-config-path c.yaml: "),
     ):
@@ -79,11 +83,11 @@ def test_yaml_keys_that_no_flag_has(
     args = parse("--custom-config-path c.yaml")
     assert (args.rollout_bacth_size, args.judge_url) == (2, "http://j")
     kept = "rollout_bacth_size is kept as an attribute of args; did you mean --rollout-batch-size?"
-    assert args.option_warnings == [f"--custom-config-path: {kept}"]
+    assert args.option_warnings == [f"--custom-config-path c.yaml: {kept}"]
     capsys.readouterr()
     write_settings(directory, {"sglang_trust_remote_code": True, "router_polcy": "random"})
     line = fails("--custom-config-path c.yaml")
-    assert "--custom-config-path: unknown flag --" in line
+    assert "--custom-config-path c.yaml: unknown flag --" in line
     assert "--sglang-trust-remote-code" in line
     assert "unknown flag --router-polcy; did you mean --router-policy?" in line
 

@@ -125,7 +125,7 @@ def test_types_and_texts_of_a_users_own_flags(launch_directory: Path, parse: Par
     assert fails(words.format(3)) == f"{expected}3"
     assert fails(words.format(2) + "--own-number 7") == f"{expected}7"
     (launch_directory / "own.yaml").write_text("own_number: 5")
-    assert fails(words.format(2) + "--custom-config-path own.yaml") == f"--custom-config-path: {expected}5"
+    assert fails(words.format(2) + "--custom-config-path own.yaml") == f"--custom-config-path own.yaml: {expected}5"
 
 
 def test_help_of_a_users_own_flags(launch_directory: Path, parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
