@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -34,20 +35,27 @@ def test_dynamic_filter_drops_and_refills(make_args: Args, use: Use, tmp_path: P
     assert figures["rollout/prompts_dropped/filter_zero_std_0"] == 2
 
 
+@pytest.mark.parametrize(
+    ("path", "reasons"), [(f"{FILTERS}.check_reward_nonzero_std", " (zero_std_0 {n})"), ("{hooks}:varied", "")]
+)
 def test_a_filter_that_keeps_nothing_is_told_of(
-    make_args: Args, use: Use, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_args: Args, use: Use, tmp_path: Path, caplog: pytest.LogCaptureFixture, path: str, reasons: str
 ) -> None:
+    """By its reasons, where it gives any, and with one of the samples that it has dropped."""
     use(FakeClient())
-    rm = hook_file(
-        tmp_path, "def rm(args, sample): return float(sample.index % 2 and not 0 < sample.group_index < 71)\n"
+    hooks = hook_file(
+        tmp_path,
+        "def rm(args, sample): return float(sample.index % 2 and not 0 < sample.group_index < 71)\n"
+        "def varied(args, samples): return len({sample.reward for sample in samples}) > 1\n",
     )
-    args = make_args(custom_rm_path=f"{rm}:rm", dynamic_sampling_filter_path=f"{FILTERS}.check_reward_nonzero_std")
+    args = make_args(custom_rm_path=f"{hooks}:rm", dynamic_sampling_filter_path=path.format(hooks=hooks))
     assert indices(rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples) == [0, 71, 72, 73]
     # Threads of other tests' servers may end, and tell of it, at any time.
     own = [message for message in caplog.messages if message.startswith("--")]
     assert [message.partition(": check")[0] for message in own] == [
-        f"--dynamic-sampling-filter-path has dropped {n} groups in a row (zero_std_0 {n})" for n in (32, 64)
+        f"--dynamic-sampling-filter-path has dropped {n} groups in a row{reasons.format(n=n)}" for n in (32, 64)
     ]
+    assert all(re.search(r"\n  one of them: sample \d+, reward 0.0, label '\w+', response '.+'$", each) for each in own)
 
 
 def test_a_deadline_tells_first_that_the_filter_keeps_nothing(make_args: Args, use: Use, tmp_path: Path) -> None:

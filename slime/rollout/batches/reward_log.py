@@ -63,11 +63,11 @@ class RewardLog:
         logger.warning(
             "rollout %d: in each of its %d groups all responses have the same reward (%s): the rewards teach nothing; "
             "check %s and --label-key, or take easier or harder prompts%s\n%s\n%s",
-            *(rollout_id, num_groups, _told(groups), flag, so_far, _one(samples), _where(args, rollout_id)),
+            *(rollout_id, num_groups, _told(groups), flag, so_far, one_of(samples), _where(args, rollout_id)),
         )
 
 
-def _one(samples: Sequence[Sample]) -> str:
+def one_of(samples: Sequence[Sample]) -> str:
     """A sample as it was judged: escaped, as models may have written anything into it."""
     sample = next((each for each in samples if each.response), samples[0])
     text = str(sample.response)

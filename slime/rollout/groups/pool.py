@@ -17,6 +17,7 @@ from slime.data.source.prompts import as_prompts, count_dropped, draw_groups, pu
 from slime.observability.logs import should_log
 from slime.observability.trace import span
 from slime.rollout.base_types import flatten_samples
+from slime.rollout.batches.reward_log import one_of
 from slime.rollout.engine.loop import cancel, in_own_thread
 from slime.rollout.engine.state import POSITION, RolloutState
 from slime.rollout.engine.versions import MASKED_TOKENS, mask_older_tokens, newest_version, oldest_version
@@ -36,6 +37,8 @@ _DRAIN_GRACE_S = 0.5
 """For a user's code to return what it has, once its requests are ended."""
 _MANY_DROPPED = 32
 """Groups in a row; a filter that keeps one in five on average drops as many by chance once in some 1000 times."""
+_NO_REASON = "dynamic"
+"""Of a filter that gives none."""
 
 
 async def call_batch_hook(state: RolloutState, flag: str, path: str, samples: list[Any], *values: Any) -> Any:
@@ -145,11 +148,11 @@ class Pool:
         elif verdict.keep or (verdict.keep_when_insufficient and len(self.kept) + self.num_under_way < wanted):
             self._keep(number, run, wanted)
         else:
-            reason = verdict.reason or "dynamic"
+            reason = verdict.reason or _NO_REASON
             self.filtered[reason] += 1
             self._drop(samples, f"filter_{reason}")
             self._dropped_in_a_row[reason] += 1
-            self._warn_of_filter()
+            self._warn_of_filter(samples)
 
     async def _put_back_crashed(self, run: GroupRun, error: Exception, wanted: int) -> None:
         self._state.failures["crash"] += 1
@@ -188,16 +191,17 @@ class Pool:
         self.dropped[reason] += 1
         count_dropped(self._source, samples, reason)
 
-    def _warn_of_filter(self) -> None:
+    def _warn_of_filter(self, samples: list[Sample]) -> None:
         """Of a filter that keeps nothing more: until the rollout's deadline it would look like a run that hangs."""
         dropped = self._dropped_in_a_row.total()
         if dropped < _MANY_DROPPED or not should_log(dropped):
             return
         reasons = ", ".join(f"{reason} {count}" for reason, count in self._dropped_in_a_row.most_common())
+        told = "" if set(self._dropped_in_a_row) == {_NO_REASON} else f" ({reasons})"
         logger.warning(
-            "--dynamic-sampling-filter-path has dropped %d groups in a row (%s): check the filter, the reward function "
-            "and --label-key, or take easier or harder prompts",
-            *(dropped, reasons),
+            "--dynamic-sampling-filter-path has dropped %d groups in a row%s: check the filter, the reward function "
+            "and --label-key, or take easier or harder prompts\n%s",
+            *(dropped, told, one_of(samples)),
         )
 
     def progress(self) -> str:
