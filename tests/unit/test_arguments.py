@@ -319,6 +319,21 @@ def test_prompts_leave_room_for_a_response(parse: Parse, words: str, rollout: in
     assert (args.rollout_max_prompt_len, args.eval_max_prompt_len) == (rollout, evaluation)
 
 
+def test_the_second_of_two_ways_to_say_one_thing_is_told_of(launch_directory: Path, parse: Parse) -> None:
+    """And only where it goes unheeded: a teacher's function gives the reward of --rm-type."""
+    (launch_directory / "mine.py").write_text("def reward_func(args, sample, **kwargs): ...\n")
+    args = parse("--rm-type math --custom-rm-path mine.py --num-rollout 20 --num-epoch 1")
+    assert (args.num_epoch, args.option_warnings) == (
+        None,
+        [
+            "--num-epoch 1 is ignored: --num-rollout 20 says how long the run is",
+            "--rm-type math is ignored: rewards are those of --custom-rm-path",
+        ],
+    )
+    assert parse("--num-epoch 1", "--num-rollout").option_warnings == []
+    assert parse("--custom-rm-path mine.py", "--rm-type").option_warnings == []
+
+
 def test_conversations_are_limited_only_by_flags(parse: Parse) -> None:
     words = "--loss-type sft_loss --debug-train-only"
     assert parse(words).rollout_max_prompt_len is None

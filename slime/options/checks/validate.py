@@ -62,10 +62,11 @@ def derive_all(args: Namespace, warnings: list[str], reasons: Reasons) -> SavedM
     reasons.of(derive_algorithm, args)
     reasons.of(check, args, RULES)
     reasons.of(_placement, args, warnings)
-    reasons.of(_batches, args)
+    reasons.of(_batches, args, warnings)
     reasons.of(_data, args)
     reasons.of(_evaluation, args, warnings)
     reasons.of(_warn_of_sampling, args, warnings)
+    reasons.of(_warn_of_reward, args, warnings)
     reasons.of(check_rewards, args)
     reasons.of(derive_reward_model, args, warnings)
     resumed: SavedModel | None = reasons.of(derive_checkpoints, args)
@@ -178,9 +179,12 @@ def _check_engines(args: Namespace) -> None:
         )
 
 
-def _batches(args: Namespace) -> None:
+def _batches(args: Namespace, warnings: list[str]) -> None:
     """rollout-batch-size x n-samples-per-prompt = global-batch-size x num-steps-per-rollout, exactly."""
-    if args.num_rollout is not None:
+    if None not in (args.num_rollout, args.num_epoch):
+        warnings.append(
+            f"--num-epoch {args.num_epoch} is ignored: --num-rollout {args.num_rollout} says how long the run is"
+        )
         args.num_epoch = None
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     prompts, responses = args.rollout_batch_size, args.n_samples_per_prompt
@@ -252,6 +256,12 @@ def _warn_of_sampling(args: Namespace, warnings: list[str]) -> None:
                 f"{flag_named(name)} {value}: responses are sampled from the likeliest tokens only, and log-probs are "
                 f"of all tokens, so training is off policy by that; {of_all} samples from all"
             )
+
+
+def _warn_of_reward(args: Namespace, warnings: list[str]) -> None:
+    takes_both = (distillation.REWARD_PATH, distillation.TASK_REWARD_PATH)
+    if args.rm_type is not None and args.custom_rm_path not in (None, *takes_both):
+        warnings.append(f"--rm-type {args.rm_type} is ignored: rewards are those of --custom-rm-path")
 
 
 def _weight_update(args: Namespace) -> None:
