@@ -79,6 +79,8 @@ class Subject:
     """What the author may want to know although nothing is broken."""
     returned: list[Any] = field(default_factory=list)
     """Results of the function's calls so far."""
+    messages: bool = False
+    """Whether the prompts are chat messages, which no template was applied to."""
 
     @property
     def function(self) -> Any:
@@ -140,6 +142,8 @@ def report(subject: Subject, title: str, error: BaseException) -> str:
     contract = subject.contract
     trace = _own_trace(subject, error)
     raised = "mend what it raised: the traceback ends there" if trace and _is_told(error) else None
+    if raised and subject.messages:
+        raised += "; if it takes text, add --apply-chat-template: prompts are lists of chat messages without it"
     change = getattr(error, "change", None) or raised or contract.advice
     lines = [
         f"BROKEN  {contract.flag} {subject.path}",

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.data.rows.dataset import load_prompts, train_prompt_spec
+from slime.options.checks.reward_rules import has_own_source
 from slime.options.errors import OptionError
 from slime.options.flags.parser import flag_values
 from slime.utils.calls import CallError, form_of
@@ -104,6 +106,7 @@ def prepared(case: Case, words: Sequence[str]) -> Subject:
 
     Raises:
         OptionError, SystemExit: as of `contract_args`.
+        BadInputError: the prompts cannot be read as the words say.
     """
     own = [] if case.is_given else [case.contract.flag, case.path]
     args = contract_args([*words, *own], sys.argv[0])
@@ -111,7 +114,10 @@ def prepared(case: Case, words: Sequence[str]) -> Subject:
     engine.begin(args)
     engine.answers = tuple(args.contract_answers)
     path: Any = getattr(args, FIELDS[case.contract.flag].name)
-    return Subject(case.contract, path[-1] if isinstance(path, list) else path, args, engine)
+    messages = False
+    if args.prompt_data is not None and not has_own_source(args):  # what is wrong with the rows is not the function's
+        messages = isinstance(load_prompts(train_prompt_spec(args))[0].prompt, list)
+    return Subject(case.contract, path[-1] if isinstance(path, list) else path, args, engine, messages=messages)
 
 
 def verdict(case: Case, words: Sequence[str]) -> tuple[str, str, list[str]]:
@@ -179,10 +185,10 @@ def main(contracts: Sequence[Contract], argv: Sequence[str] | None = None) -> No
         counts[outcome] += 1
         if outcome == "BROKEN":
             # A function that fails does so in many checks: its block is enough.
-            problem = text.partition("  problem:")[2]
-            again = problem != "" and problem in told
+            problem = text.partition("  problem:")[2] or text
+            again = problem in told
             print(f"BROKEN  {case.head} (as above)" if again else text)
-            told |= {problem} - {""}
+            told.add(problem)
             if case.check is None:
                 cannot_be_called.add((case.contract.flag, case.path))
         else:

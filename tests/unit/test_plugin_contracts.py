@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -359,6 +360,25 @@ def test_what_the_function_reads_of_the_command_line(tmp_path: Path) -> None:
     assert broken([CONTRACTS["--custom-rm-path"]], [*words, "--reward-key", "score"]) == []
     (block, *_) = broken([CONTRACTS["--custom-rm-path"]], [*words, "--reward-key", "other"])
     assert "the reward is a dict with keys ['score']; name one of them with --reward-key (now 'other')" in block
+
+
+def test_prompts_that_do_not_read_are_not_the_functions_mistake(tmp_path: Path) -> None:
+    """Nor is it a right function's that it gets chat messages where it takes text."""
+    mine, data = tmp_path / "mine.py", tmp_path / "data.jsonl"
+    mine.write_text(
+        _ONE_TURN + "def reward_func(args, sample): return 1.0\n"
+        "async def own(args, sample, p):\n    sample.prompt.strip()\n    return await generate(args, sample, p)\n"
+    )
+    data.write_text(json.dumps({"prompt": [{"role": "user", "content": "What is 1 + 1?"}], "label": "2"}) + "\n")
+    reward = ["--custom-rm-path", f"{mine}:reward_func"]
+    prompts = ["--prompt-data", str(data), "--input-key", "prompt", "--label-key"]
+    (block, *_) = broken([CONTRACTS[reward[0]]], [*reward, *prompts, "answer"])
+    assert re.fullmatch(r"BROKEN  --prompt-data .*: there is no key 'answer' \(--label-key\); the keys are .*", block)
+    (block, *_) = broken([CONTRACTS[reward[0]]], [*reward, *prompts, "label"])
+    assert re.match(r"BROKEN  --prompt-data .*holds chat messages: add --apply-chat-template", block)
+    own = ["--custom-generate-function-path", f"{mine}:own"]
+    (block, *_) = broken([CONTRACTS[own[0]]], [*own, *prompts, "label"])
+    assert "change:   mend what it raised: the traceback ends there; if it takes text, add --apply-chat-temp" in block
 
 
 def test_the_documented_environment_keeps_its_contracts(tmp_path: Path) -> None:
