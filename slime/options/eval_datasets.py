@@ -8,12 +8,12 @@ import os
 import types
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from slime.options.errors import OptionError, naming
-from slime.options.flags.schema import beyond_bounds, function_path, option
+from slime.options.flags.schema import beyond_bounds, flag_named, function_path, option
 from slime.options.flags.values import problem_of, read_yaml
 from slime.options.rollout import GENERATE_CALLS, REWARD_CALLS, REWARD_NAMES
 from slime.options.rules import Rule
@@ -106,6 +106,8 @@ class EvalDataset:
     metadata_overrides: dict[str, Any] | None = option(None, "Set in the metadata of every sample.")
     source: str = PAIRS
     """Who named it, for messages; no key."""
+    named_by: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)
+    """Its other keys, each with the flag, or the key of the file, that set it, for messages; no key."""
 
     def __str__(self) -> str:
         return f"{self.source} {self.name}"
@@ -271,12 +273,13 @@ def _is(value: Any, kind: type) -> bool:
 
 
 def _resolved(args: Namespace, values: dict[str, Any], source: str) -> EvalDataset:
-    by_flag = {}
+    by_flag, named_by = {}, {}
     for key, flags in _FLAGS.items():
-        found = [getattr(args, flag) for flag in flags if getattr(args, flag) is not None]
+        found = [flag for flag in flags if getattr(args, flag) is not None]
         if found:
-            by_flag[key] = found[0]
-    return EvalDataset(source=source, **(by_flag | values))
+            by_flag[key], named_by[key] = getattr(args, found[0]), flag_named(found[0])
+    named_by |= {key: key for key in values}
+    return EvalDataset(source=source, named_by=tuple(named_by.items()), **(by_flag | values))
 
 
 def _check(dataset: EvalDataset) -> None:

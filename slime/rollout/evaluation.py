@@ -51,6 +51,7 @@ def eval_prompt_spec(args: Namespace, dataset: EvalDataset) -> PromptSpec:
         path=dataset.path,
         hf_checkpoint=args.hf_checkpoint,
         flag=str(dataset),
+        named_by=dataset.named_by,
         input_key=dataset.input_key,
         label_key=dataset.label_key,
         metadata_key=dataset.metadata_key,

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 REDACTED = "<redacted>"
@@ -68,7 +68,8 @@ def _redact(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return redacted(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return redacted(asdict(value))
+        shown = {field.name for field in fields(value) if field.repr}
+        return redacted({name: each for name, each in asdict(value).items() if name in shown})
     return redacted_words(value) if isinstance(value, (list, tuple)) else value
 
 

@@ -205,7 +205,7 @@ def test_evaluation_files_are_read_too(
     assert _dry_run(model, row, monkeypatch, *flags, str(good)) == 0
     assert "evaluation: sums, 3 prompts" in capsys.readouterr().out
     assert _dry_run(model, row, monkeypatch, *flags, str(good), "--eval-tool-key", "extra") == 0
-    told = f"warning: --eval-prompt-data sums {good}: no row has anything at 'extra' (--tool-key)"
+    told = f"warning: --eval-prompt-data sums {good}: no row has anything at 'extra' (--eval-tool-key)"
     assert told in capsys.readouterr().out
     bad.write_text(row + '{"prompt": "1+1="}\n')
     assert _dry_run(model, row, monkeypatch, *flags, str(bad)) == 2

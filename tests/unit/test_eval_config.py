@@ -98,11 +98,12 @@ def test_every_key_reaches_the_dataset(parse: Parse, directory: Path, below_eval
     hook = f"{directory}/eval_hook.py:generate"
     changed = {"path": f"{directory}/gsm8k.jsonl@[0:1]", "custom_generate_function_path": hook}
     assert {key: getattr(dataset, key) for key in EVERY_KEY} == EVERY_KEY | changed
-    keys = {field.name for field in fields(EvalDataset)} - {"name", "source", "custom_rm_path"}
+    keys = {field.name for field in fields(EvalDataset)} - {"name", "source", "custom_rm_path", "named_by"}
     assert keys == set(EVERY_KEY), "a key that this test has never set"
     assert str(dataset) == "--eval-config eval.yaml: full"
     assert pickle.loads(pickle.dumps(args)).eval_datasets == [dataset]
     shown = yaml.safe_load(describe(args))["derived"]["eval_datasets"][0]
+    assert "named_by" not in shown
     assert (shown["temperature"], shown["metadata_overrides"]) == (0, {"level": 3, "api_key": "<redacted>"})
 
 

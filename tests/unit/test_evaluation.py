@@ -119,6 +119,29 @@ def test_rewards_of_a_dataset_that_cannot_be_given_are_found_when_it_is_read(
     assert len(load_eval_prompts(with_sets(args, ("odd", path)))["odd"]) == 3, "a user's function judges anything"
 
 
+def test_a_column_that_is_not_there_is_told_by_who_named_it(
+    rollout_args: Args, write_jsonl: Any, tmp_path: Path
+) -> None:
+    """The dataset and the key of its file, or a flag."""
+    path, config = write_jsonl([{"prompt": "p", "label": "1"}], "sums.jsonl"), tmp_path / "eval.yaml"
+    args = rollout_args(rm_type="f1", eval_interval=1)
+
+    def told(settings: str, **flags: str) -> str:
+        config.write_text(f"defaults: {{tool_key: t}}\ndatasets: [{{name: sums, path: {path}, {settings}}}]")
+        with pytest.raises(BadInputError) as error:
+            load_eval_prompts(with_sets(Namespace(**vars(args) | flags), config=str(config)))
+        return str(error.value)
+
+    where, keys = f"--eval-config {config}: sums {path}, line 1: there is no key", "the keys are 'label', 'prompt'"
+    for key in ("label_key", "input_key"):
+        assert told(f"{key}: answer").startswith(f"{where} 'answer' ({key}); {keys}")
+        for flag in (key, f"eval_{key}"):
+            named = f"--{flag.replace('_', '-')}"
+            assert told("", **{flag: "answer"}).startswith(f"{where} 'answer' ({named}); {keys}")
+    with pytest.raises(BadInputError, match=r"'answer' \(--eval-label-key\)"):
+        load_eval_prompts(with_sets(Namespace(**vars(args) | {"eval_label_key": "answer"}), ("sums", path)))
+
+
 _HOOKS = """
 async def reward_func(args, sample, **kwargs):
     return 0.25

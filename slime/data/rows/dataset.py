@@ -178,9 +178,9 @@ def load_prompts(spec: PromptSpec) -> PromptDataset:
         rejects.refuse(spec.flag, progress.num_read)
     if unnamed:
         raise BadInputError(
-            f"{spec.flag} {spec.path}: {len(unnamed)} of {len(dataset)} rows have no rm_type in {spec.metadata_key!r} "
-            f"(--metadata-key), the first is {file.where(unnamed[0])}: name one for all rows by --rm-type, or give "
-            "--custom-rm-path"
+            f"{spec.flag} {spec.path}: {len(unnamed)} of {len(dataset)} rows have no rm_type in "
+            f"{spec.at('metadata_key')}, the first is {file.where(unnamed[0])}: name one for all rows by --rm-type, or "
+            "give --custom-rm-path"
         )
     dataset.num_bad, dataset.digest = rejects.count, digest.hexdigest()
     _report(spec, dataset, progress.num_read, rejects)
@@ -261,8 +261,8 @@ def _report(spec: PromptSpec, dataset: PromptDataset, num_read: int, rejects: Re
 def _empty_columns(spec: PromptSpec, columns: set[str], *, with_metadata: bool, with_tools: bool) -> Iterator[str]:
     """A line for a column that somebody asked for and no row has anything in."""
     for flag, key, default, found in (
-        ("--metadata-key", spec.metadata_key, PromptSpec.metadata_key, with_metadata),
-        ("--tool-key", spec.tool_key, PromptSpec.tool_key, with_tools),
+        (spec.name_of("metadata_key"), spec.metadata_key, PromptSpec.metadata_key, with_metadata),
+        (spec.name_of("tool_key"), spec.tool_key, PromptSpec.tool_key, with_tools),
     ):
         if key and key != default and not found:
             keys = ", ".join(map(repr, sorted(columns)))

@@ -18,6 +18,7 @@ from slime.grading.answers import empty_label_problem, label_problem
 from slime.grading.graders import rm_type_problem
 from slime.grading.multiple_choice import choices_problem
 from slime.options.checks.reward_rules import NEEDS_LABEL
+from slime.options.flags.schema import flag_named
 from slime.utils.errors import BadInputError
 
 
@@ -29,6 +30,8 @@ class PromptSpec:
     hf_checkpoint: str
     flag: str = "--prompt-data"
     """The flag that named the file, for error messages."""
+    named_by: tuple[tuple[str, str], ...] = ()
+    """For each of the options below that its own flag did not set, in error messages: what did."""
     input_key: str = "input"
     label_key: str | None = None
     metadata_key: str | None = "metadata"
@@ -56,6 +59,14 @@ class PromptSpec:
     def needs_rm_type(self) -> bool:
         """Whether every row's metadata must name its reward, as nothing else does."""
         return self.built_in_reward and self.rm_type is None
+
+    def name_of(self, option: str) -> str:
+        """How messages call an option, such as ``label_key``."""
+        return dict(self.named_by).get(option) or flag_named(option)
+
+    def at(self, option: str) -> str:
+        """How messages call what is in the column that an option names."""
+        return f"{getattr(self, option)!r} ({self.name_of(option)})"
 
 
 @dataclass(frozen=True)
@@ -117,11 +128,13 @@ class RowEncoder:
     def __init__(self, spec: PromptSpec, file: RowFile) -> None:
         """BadInputError where there is no tokenizer, or it has no chat template and needs one."""
         self._spec = spec
+        self._input = spec.name_of("input_key")
         self._file = file
         self._tokenizer = load_tokenizer(spec.hf_checkpoint)
         self._conversations = None
         if spec.apply_chat_template and not self._tokenizer.chat_template:
-            raise BadInputError(f"--apply-chat-template: the tokenizer of {spec.hf_checkpoint} has no chat template")
+            template = spec.name_of("apply_chat_template")
+            raise BadInputError(f"{template}: the tokenizer of {spec.hf_checkpoint} has no chat template")
         if spec.trained_turns is not None:
             last_only = spec.trained_turns == "last"
             self._conversations = ConversationEncoder(spec.hf_checkpoint, spec.chat_template_kwargs, last_only)
@@ -137,8 +150,8 @@ class RowEncoder:
             try:
                 if value is None:
                     raise RowError(problem)
-                prompt = _take(value, self._spec.input_key, "--input-key")
-                _check_value(prompt, self._spec.input_key, "--input-key")
+                prompt = _take(value, self._spec.input_key, self._input)
+                _check_value(prompt, self._spec.input_key, self._input)
                 prompt = as_text(prompt)
                 digest = _digest(prompt)
                 parsed.append(_parse(raw.number, value, prompt, self._spec, self._tokenizer, self._file.is_parquet))
@@ -184,7 +197,7 @@ class RowEncoder:
             elif tokens:
                 yield replace(row, tokens=np.asarray(tokens, dtype=np.int32)), len(tokens)
             else:
-                found.bad.append((row.number, f"{spec.input_key!r} (--input-key) is empty"))
+                found.bad.append((row.number, f"{spec.at('input_key')} is empty"))
 
     def _ids(self, texts: list[str]) -> list[list[int] | RowError]:
         """The tokens of texts, all at once; one at a time where one of them is refused."""
@@ -216,14 +229,15 @@ def _digest(prompt: Any) -> bytes:
 
 
 def _parse(number: int, row: dict[str, Any], prompt: Any, spec: PromptSpec, tokenizer: Any, arrow: bool) -> PromptRow:
-    label = None if spec.label_key is None else _take(row, spec.label_key, "--label-key")
+    label_named = spec.name_of("label_key")
+    label = None if spec.label_key is None else _take(row, spec.label_key, label_named)
     if arrow:
         prompt, label = without_arrow_nulls(prompt), without_arrow_nulls(label)
     if label is None and spec.label_key is not None and spec.trained_turns is None:
-        raise RowError(f"{spec.label_key!r} (--label-key) is null")
+        raise RowError(f"{spec.at('label_key')} is null")
     metadata = _metadata(row, spec, arrow)
     _check_reward(label, metadata, spec)
-    _check_value(label, spec.label_key, "--label-key")
+    _check_value(label, spec.label_key, label_named)
     prompt = _prompt(prompt, metadata.get("tools"), spec, tokenizer)
     return PromptRow(number, prompt, label, metadata)
 
@@ -261,29 +275,29 @@ def _check_reward(label: Any, metadata: dict[str, Any], spec: PromptSpec) -> Non
     if spec.rm_type_in_rows and metadata.get("rm_type"):
         rm_type = metadata["rm_type"]
         if (problem := rm_type_problem(rm_type)) is not None:
-            raise RowError(f"{spec.metadata_key!r} (--metadata-key) has an {problem}")
+            raise RowError(f"{spec.at('metadata_key')} has an {problem}")
         if (problem := dict(spec.unmet_rewards).get(rm_type.removeprefix("boxed_"))) is not None:
-            raise RowError(f"{spec.metadata_key!r} (--metadata-key) names rm_type {rm_type}, which {problem}")
+            raise RowError(f"{spec.at('metadata_key')} names rm_type {rm_type}, which {problem}")
     rm_type = str(rm_type).removeprefix("boxed_")
     if rm_type == "gpqa" and (problem := choices_problem(metadata.get("choices"))) is not None:
-        raise RowError(f"'choices' in {spec.metadata_key!r} (--metadata-key) {problem}")
+        raise RowError(f"'choices' in {spec.at('metadata_key')} {problem}")
     if rm_type in NEEDS_LABEL and (problem := label_problem(label) or empty_label_problem(label)) is not None:
-        raise RowError(f"{spec.label_key!r} (--label-key) {problem}")
+        raise RowError(f"{spec.at('label_key')} {problem}")
 
 
 def _metadata(row: dict[str, Any], spec: PromptSpec, arrow: bool) -> dict[str, Any]:
     metadata, tools = (
         _decoded(_optional(row, key, flag), key, flag, arrow)
-        for key, flag in ((spec.metadata_key, "--metadata-key"), (spec.tool_key, "--tool-key"))
+        for key, flag in ((spec.metadata_key, spec.name_of("metadata_key")), (spec.tool_key, spec.name_of("tool_key")))
     )
     metadata = metadata or {}
     if not isinstance(metadata, dict):
-        raise RowError(f"{spec.metadata_key!r} (--metadata-key) is a {type(metadata).__name__}, not an object")
+        raise RowError(f"{spec.at('metadata_key')} is a {type(metadata).__name__}, not an object")
     if tools is None or tools == []:
         _check_own_tools(metadata, spec)
         return metadata
     if not isinstance(tools, list):
-        raise RowError(f"{spec.tool_key!r} (--tool-key) is a {type(tools).__name__}, not a list of tools")
+        raise RowError(f"{spec.at('tool_key')} is a {type(tools).__name__}, not a list of tools")
     return {**metadata, "tools": tools}
 
 
@@ -292,9 +306,7 @@ def _check_own_tools(metadata: dict[str, Any], spec: PromptSpec) -> None:
     tools = metadata.get("tools")
     rendered = spec.apply_chat_template or spec.trained_turns is not None
     if rendered and tools is not None and not isinstance(tools, list):
-        raise RowError(
-            f"'tools' in {spec.metadata_key!r} (--metadata-key) is a {type(tools).__name__}, not a list of tools"
-        )
+        raise RowError(f"'tools' in {spec.at('metadata_key')} is a {type(tools).__name__}, not a list of tools")
 
 
 def _optional(row: dict[str, Any], key: str | None, flag: str) -> Any:
@@ -325,17 +337,18 @@ def _decoded(value: Any, key: str | None, flag: str, arrow: bool) -> Any:
 
 
 def _prompt(prompt: Any, tools: Any, spec: PromptSpec, tokenizer: Any) -> str | list[dict[str, Any]]:
+    named = spec.at("input_key")
     if spec.apply_chat_template or spec.trained_turns is not None:
-        prompt = messages_of_json(prompt, f"{spec.input_key!r} (--input-key)")
+        prompt = messages_of_json(prompt, named)
     if isinstance(prompt, str):
         if not spec.apply_chat_template:
             return prompt
         prompt = [{"role": "user", "content": prompt}]
-    check_messages(prompt, f"{spec.input_key!r} (--input-key)")
+    check_messages(prompt, named)
     if spec.apply_chat_template:
         return render(tokenizer, prompt, tools, spec.chat_template_kwargs)
     if not spec.messages_allowed:
-        raise RowError(f"{spec.input_key!r} (--input-key) holds chat messages: add --apply-chat-template")
+        raise RowError(f"{named} holds chat messages: add {spec.name_of('apply_chat_template')}")
     return prompt
 
 
