@@ -87,7 +87,7 @@ def _evaluations(history: History) -> Sentence | None:
     if len(versions) < 2:
         return None
     first, last = history.evaluations[versions[0]], history.evaluations[versions[-1]]
-    told = [f"{key} from {first[key]:.3f} to {last[key]:.3f}" for key in first if key in last]
+    told = [f"{key} from {first[key].value:.3f} to {last[key].value:.3f}" for key in first if key in last]
     if not told:
         return None
     text = f"Evaluations of version {versions[0]} and {versions[-1]}: {', '.join(told)}."

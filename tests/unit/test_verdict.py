@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -16,6 +17,7 @@ import pytest
 
 from slime.observability.history import REWARD, History, Trend, history_of
 from slime.observability.metrics import MetricsLogger
+from slime.observability.scores import Score
 from slime.observability.verdict import NEEDED, VerdictFile, judge, verdict_lines
 from slime.observability.verdict_rules import HINTS, SIGMAS, STOPS, Facts
 
@@ -178,14 +180,96 @@ def test_nothing_is_said_of_recorded_runs(name: str) -> None:
     assert judge(history, Facts()).word == WORDS[name]
 
 
+def evaluated(name: str, scores: dict[int, float], *, prompts: int, **others: Any) -> Lines:
+    """Lines of evaluations, by version; rewards of 0 and 1 unless ``errors`` are given, by version too."""
+    errors, lines = others.get("errors", {}), []
+    for version, score in scores.items():
+        error = errors.get(version, math.sqrt(score * (1 - score) / (prompts - 1)))
+        spread = {"prompts": float(prompts), "standard_error": error, "max_reward": others.get("highest", 1.0)}
+        row = {f"eval/{name}": score, f"eval/{name}-truncated_ratio": 0.0}
+        row |= {f"eval/{name}/{key}": value for key, value in spread.items()}
+        lines.append(("eval/step", {"eval/step": version, **row}))
+    return lines
+
+
+def merged(*evaluations: Lines) -> Lines:
+    """Of several data sets, in one line each, as a run logs them."""
+    rows: dict[float, dict[str, float]] = {}
+    for _, row in itertools.chain(*evaluations):
+        rows[row["eval/step"]] = rows.get(row["eval/step"], {}) | row
+    return [("eval/step", row) for row in rows.values()]
+
+
+def risen(first: float, now: float, count: int = 20) -> Lines:
+    """A run whose reward rises from about ``first`` to about ``now``."""
+    chance = random.Random(1)
+
+    def plant(step: int, line: dict[str, float]) -> None:
+        if REWARD in line:
+            line[REWARD] = first + (now - first) * step / (count - 1) + chance.gauss(0, 0.01)
+
+    return healthy(count, plant=plant)
+
+
+SOLVED = 0.9875
+"""Of 48 prompts whose responses all had reward 1, one got 0.4: what a run of 20 rollouts logged."""
+CANNOT_TELL = {
+    "solved, and one prompt lost": evaluated("easy", {0: 1.0, 20: SOLVED}, prompts=48, errors={20: 0.0125}),
+    "solved": evaluated("easy", {0: 1.0, 20: 1.0}, prompts=48),
+    "solved but for one prompt": evaluated("easy", {0: SOLVED, 20: SOLVED}, prompts=48, errors={0: 0.0125, 20: 0.0125}),
+    "nothing right": evaluated("hard", {0: 0.0, 20: 0.0}, prompts=48, highest=0.0),
+    "few prompts": evaluated("sums", {0: 0.3, 20: 0.2}, prompts=10),
+    "unknown how many": [("eval/step", {"eval/step": float(version), "eval/sums": 0.3}) for version in (0, 20)],
+    "begins late": evaluated("sums", {18: 0.7, 20: 0.69}, prompts=500),
+}
+
+
+@pytest.mark.parametrize("case", CANNOT_TELL)
+def test_what_an_evaluation_cannot_tell_is_no_verdict(case: str) -> None:
+    verdict = judge(folded(risen(0.581, 0.749) + CANNOT_TELL[case]), Facts())
+    assert verdict.word == "learning"
+    assert REWARD in verdict.sentences[0].keys, verdict.sentences[0].text
+
+
+def test_a_reward_that_rose_before_the_first_evaluation_is_none_that_scores_lack() -> None:
+    def saturates(step: int, line: dict[str, float]) -> None:
+        if REWARD in line:
+            line[REWARD] = min(0.2 + 0.05 * step, 0.7) + 0.01 * (step % 2)
+
+    scores = evaluated("sums", {20: 0.7, 40: 0.69}, prompts=500)
+    assert judge(folded(healthy(40, plant=saturates) + scores), Facts()).word != "not learning"
+    from_the_start = evaluated("sums", {0: 0.7, 40: 0.69}, prompts=500)
+    verdict = judge(folded(healthy(40, plant=saturates) + from_the_start), Facts())
+    assert verdict.short == "NOT LEARNING: the reward is not the score"
+
+
+def test_of_several_evaluations_those_count_that_can_tell() -> None:
+    solved = evaluated("easy", {0: 1.0, 20: SOLVED}, prompts=48, errors={20: 0.0125})
+    level = evaluated("hard", {0: 0.41, 20: 0.40}, prompts=1000)
+    verdict = judge(folded(risen(0.581, 0.749) + merged(solved, level)), Facts())
+    assert verdict.short == "NOT LEARNING: the reward is not the score"
+    assert "eval/hard went from 0.410 to 0.400" in verdict.sentences[0].text
+    assert "eval/easy" not in verdict.sentences[0].text
+    better = evaluated("hard", {0: 0.41, 20: 0.43}, prompts=1000)
+    assert judge(folded(risen(0.581, 0.749) + merged(solved, better)), Facts()).word == "learning"
+
+
+@pytest.mark.parametrize(("first", "then", "count"), [(0.6, 0.5, 500), (1.0, 0.0, 4), (1.0, 0.9, 10)])
+def test_the_noise_of_two_scores_is_that_of_two_proportions(first: float, then: float, count: int) -> None:
+    def score(value: float) -> Score:
+        return Score(value, count, math.sqrt(value * (1 - value) / count), 1.0)
+
+    pooled = (first + then) / 2
+    expected = math.sqrt(pooled * (1 - pooled) * 2 / count)
+    assert score(first).noise(score(then)) == pytest.approx(expected)
+
+
 def test_rewards_that_rise_where_evaluations_do_not_are_of_format_alone() -> None:
-    lines: Lines = healthy(30)
-    scores = {0: 0.31, 10: 0.28, 20: 0.30, 30: 0.29}
-    lines += [("eval/step", {"eval/step": version, "eval/sums": score}) for version, score in scores.items()]
+    lines = healthy(30) + evaluated("sums", {0: 0.31, 10: 0.28, 20: 0.30, 30: 0.29}, prompts=200)
     verdict = judge(folded(lines), Facts())
     assert verdict.short == "NOT LEARNING: the reward is not the score"
     assert "eval/sums went from 0.310 to 0.290" in verdict.sentences[0].text
-    lines.append(("eval/step", {"eval/step": 40, "eval/sums": 0.52, "eval/sums-truncated_ratio": 0.0}))
+    lines += evaluated("sums", {40: 0.52}, prompts=200)
     verdict = judge(folded(lines), Facts())
     assert verdict.word == "learning"
     assert "Evaluations of version 0 and 40: eval/sums from 0.310 to 0.520." in [

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from slime.observability.history import is_eval_score
 from slime.observability.phases import STEP
+from slime.observability.scores import is_eval_score
 from slime.utils.errors import BadInputError
 from tools.viewing.curves import Curve, Curves, about, points
 from tools.viewing.dumps import Dumps, options_of, rewards
