@@ -219,6 +219,23 @@ def reward_is_not_the_score(history: History, facts: Facts) -> Sentence | None:
     )
 
 
+def scores_fall(history: History, facts: Facts) -> Sentence | None:
+    """Evaluations are worse than they were, by more than chance."""
+    fallen = {key: values for key, values in _scores(history).items() if _falls(values)}
+    if not fallen:
+        return None
+    told = ", ".join(
+        f"{key} fell from {_best(values).value:.3f} to {values[-1].value:.3f} ({values[-1].prompts:.0f} prompts)"
+        for key, values in fallen.items()
+    )
+    older = ", and lower --max-weight-staleness" if facts.asynchronous else ""
+    return Sentence(
+        f"{told}, by more than chance: the weights are worse there than they were. Lower --lr; see whether they arrive "
+        f"in the engines ({h.PROBE}); correct for what engines compute apart ({h.MISMATCH}) by --use-tis{older}.",
+        (*fallen, h.PROBE, h.MISMATCH),
+    )
+
+
 def few_groups_vary(history: History, facts: Facts) -> Sentence | None:
     """Most groups teach nothing."""
     varied = history.column(h.VARIED, RECENT)
@@ -300,7 +317,9 @@ STOPS: dict[str, Find] = {
     "the reward is not the score": reward_is_not_the_score,
 }
 """What keeps a run from learning, by what the step's line calls it. Causes come before their effects."""
-HINTS: tuple[Find, ...] = (few_groups_vary, steps_are_clipped, policy_has_left, entropy_is_gone, gradient_grows)
+HINTS: tuple[Find, ...] = (
+    *(scores_fall, few_groups_vary, steps_are_clipped, policy_has_left, entropy_is_gone, gradient_grows),
+)
 """What may keep it from learning well."""
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.observability.history import REWARD, History, Trend, history_of
+from slime.observability.history import PROBE, REWARD, History, Trend, history_of
 from slime.observability.metrics import MetricsLogger
 from slime.observability.scores import Score
 from slime.observability.verdict import NEEDED, VerdictFile, judge, verdict_lines
-from slime.observability.verdict_rules import HINTS, SIGMAS, STOPS, Facts
+from slime.observability.verdict_rules import HINTS, SIGMAS, STOPS, Facts, scores_fall
 
 NUM_GPUS = 0
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "recorded_runs.json").read_text())
@@ -254,6 +254,50 @@ def test_of_several_evaluations_those_count_that_can_tell() -> None:
     assert judge(folded(risen(0.581, 0.749) + merged(solved, better)), Facts()).word == "learning"
 
 
+COLLAPSED = merged(
+    evaluated("easy", {0: 1.0, 4: 0.6375, 8: 0.4708}, prompts=48, errors={4: 0.0528, 8: 0.0661}),
+    evaluated("hard", {0: 0.9125, 4: 0.9047, 8: 0.4203}, prompts=48, errors={0: 0.0204, 4: 0.0341, 8: 0.0548}),
+)
+"""Evaluations of an asynchronous run with too high a rate."""
+
+
+def test_evaluations_that_fall_are_a_hint() -> None:
+    def no_trend(step: int, line: dict[str, float]) -> None:
+        if REWARD in line:
+            line[REWARD] = 0.45 + 0.07 * (step % 2)
+
+    lines = healthy(8, plant=no_trend) + COLLAPSED
+    verdict = judge(folded(lines), Facts(asynchronous=True))
+    hint = verdict.sentences[0]
+    assert verdict.word == "no trend"
+    assert hint.text.startswith(
+        "eval/easy fell from 1.000 to 0.471 (48 prompts), eval/hard fell from 0.912 to 0.420 (48 prompts), by more "
+        "than chance: "
+    )
+    assert all(word in hint.text for word in ("Lower --lr", PROBE, "--use-tis", "--max-weight-staleness"))
+    assert hint.keys[:2] == ("eval/easy", "eval/hard")
+    assert "--max-weight-staleness" not in judge(folded(lines), Facts()).sentences[0].text
+
+
+def test_a_rising_reward_and_falling_evaluations_are_both_said() -> None:
+    said = [each.text for each in judge(folded(risen(0.376, 0.479, 8) + COLLAPSED), Facts()).sentences]
+    assert said[0].startswith("The reward rose from 0.3")
+    assert said[1].startswith("eval/easy fell from 1.000 to 0.471")
+
+
+@pytest.mark.parametrize("scores", [{0: 0.3, 10: 0.9, 20: 0.4}, {0: 0.9, 20: 0.4}])
+def test_a_fall_is_from_the_best_evaluation(scores: dict[int, float]) -> None:
+    lines = healthy(20) + evaluated("sums", scores, prompts=100)
+    assert any("eval/sums fell from 0.900 to 0.400" in each.text for each in judge(folded(lines), Facts()).sentences)
+
+
+@pytest.mark.parametrize(("prompts", "falls"), [(10, False), (48, False), (500, True)])
+def test_a_fall_within_what_the_prompts_give_by_chance_is_none(prompts: int, falls: bool) -> None:
+    """0.1 of 0.6 is 3.2 standard errors of 500 prompts, and 1 of 48."""
+    lines = healthy(20) + evaluated("sums", {0: 0.6, 20: 0.5}, prompts=prompts)
+    assert (scores_fall(folded(lines), Facts()) is not None) is falls
+
+
 @pytest.mark.parametrize(("first", "then", "count"), [(0.6, 0.5, 500), (1.0, 0.0, 4), (1.0, 0.9, 10)])
 def test_the_noise_of_two_scores_is_that_of_two_proportions(first: float, then: float, count: int) -> None:
     def score(value: float) -> Score:
@@ -262,6 +306,20 @@ def test_the_noise_of_two_scores_is_that_of_two_proportions(first: float, then: 
     pooled = (first + then) / 2
     expected = math.sqrt(pooled * (1 - pooled) * 2 / count)
     assert score(first).noise(score(then)) == pytest.approx(expected)
+
+
+def test_scores_of_the_same_weights_fall_as_rarely_as_is_said() -> None:
+    """20 evaluations on the same 48 prompts, after each of which one looks: in 2% of runs."""
+    chance = np.random.default_rng(0)
+    falling = 0
+    for _ in range(300):
+        chances, lines = chance.random(48), []
+        for version in range(20):
+            rewards = (chance.random(48) < chances).astype(float)
+            error = {version: float(rewards.std(ddof=1) / math.sqrt(48))}
+            lines += evaluated("sums", {version: float(rewards.mean())}, prompts=48, errors=error)
+        falling += any(scores_fall(folded(lines[:end]), Facts()) is not None for end in range(2, 21))
+    assert falling <= 15
 
 
 def test_rewards_that_rise_where_evaluations_do_not_are_of_format_alone() -> None:
