@@ -35,6 +35,13 @@ class Facts:
     """Nats, in the mean, that trainer and engine may be apart."""
     push_interval: int = 1
     """Rollouts."""
+    filters: bool = False
+    """A dynamic sampling filter drops groups: rewards are those of the others alone."""
+
+    @property
+    def reward(self) -> str:
+        """What the reward of a rollout is called."""
+        return "reward of the kept groups" if self.filters else "reward"
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Facts:
@@ -47,6 +54,7 @@ class Facts:
             asynchronous=bool(given.get("asynchronous")),
             mismatch=given.get("mismatch_threshold") or 0.1,
             push_interval=given.get("update_weights_interval") or 1,
+            filters=given.get("dynamic_sampling_filter_path") is not None,
         )
 
 
@@ -213,7 +221,7 @@ def reward_is_not_the_score(history: History, facts: Facts) -> Sentence | None:
         return None
     told = ", ".join(f"{key} went from {all_[0].value:.3f} to {all_[-1].value:.3f}" for key, all_ in stuck.items())
     return Sentence(
-        f"The reward rose from {trend.first:.3f} to {trend.now:.3f}, but {told}: the reward pays for something "
+        f"The {facts.reward} rose from {trend.first:.3f} to {trend.now:.3f}, but {told}: the reward pays for something "
         "that evaluations do not, such as format alone. Read samples of high reward, and compare both rewards.",
         (h.REWARD, *stuck),
     )
@@ -269,7 +277,7 @@ def policy_has_left(history: History, facts: Facts) -> Sentence | None:
         found = history.column(key, RECENT)
         if len(found) == RECENT and abs(fmean(found)) > 1 and not improves(history):
             far = f"{abs(fmean(found)):.2g} nats a token {what}"
-            text = f"The policy is {far}, and the reward does not rise. {advice}."
+            text = f"The policy is {far}, and the {facts.reward} does not rise. {advice}."
             return Sentence(text, (key, h.REWARD))
     return None
 
@@ -283,7 +291,7 @@ def entropy_is_gone(history: History, facts: Facts) -> Sentence | None:
     if first <= 0 or now > 0.05 * first or _is_taught(history):
         return None
     return Sentence(
-        f"Entropy fell from {first:.3g} to {now:.3g} nats, and the reward does not rise: responses are all "
+        f"Entropy fell from {first:.3g} to {now:.3g} nats, and the {facts.reward} does not rise: responses are all "
         "alike. Lower --lr, or raise --entropy-coef or --rollout-temperature.",
         (h.ENTROPY, h.REWARD),
     )
@@ -298,7 +306,7 @@ def gradient_grows(history: History, facts: Facts) -> Sentence | None:
     if first <= 0 or now < 50 * first or improves(history):
         return None
     return Sentence(
-        f"The gradient's norm grew from {first:.3g} to {now:.3g}, and the reward does not rise: "
+        f"The gradient's norm grew from {first:.3g} to {now:.3g}, and the {facts.reward} does not rise: "
         "lower --lr or --clip-grad.",
         (h.GRAD_NORM, h.REWARD),
     )

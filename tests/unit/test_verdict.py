@@ -322,6 +322,17 @@ def test_scores_of_the_same_weights_fall_as_rarely_as_is_said() -> None:
     assert falling <= 15
 
 
+def test_rewards_of_kept_groups_are_called_so() -> None:
+    filters = Facts(filters=True)
+    verdict = judge(folded(healthy(40)), filters)
+    assert verdict.short.startswith("learning (reward of the kept groups +0.02 ±")
+    assert verdict.sentences[0].text.startswith("The reward of the kept groups changes by")
+    assert "kept groups with rewards that differ 0.5" in verdict.sentences[-1].text
+    level = evaluated("sums", {0: 0.31, 20: 0.30}, prompts=200)
+    said = judge(folded(healthy() + level), filters).sentences[0].text
+    assert said.startswith("The reward of the kept groups rose from")
+
+
 def test_rewards_that_rise_where_evaluations_do_not_are_of_format_alone() -> None:
     lines = healthy(30) + evaluated("sums", {0: 0.31, 10: 0.28, 20: 0.30, 30: 0.29}, prompts=200)
     verdict = judge(folded(lines), Facts())
@@ -402,6 +413,7 @@ def test_options_that_make_a_fault_none(facts: Facts, silent: str) -> None:
 def test_facts_are_those_of_the_options() -> None:
     args = argparse.Namespace(loss_type="policy_loss", reward_baseline=None, asynchronous=True, mismatch_threshold=0.3)
     assert Facts.of(args) == Facts(compares=False, asynchronous=True, mismatch=0.3)
+    assert Facts.of(argparse.Namespace(dynamic_sampling_filter_path="a.b")) == Facts(filters=True)
     hook = argparse.Namespace(custom_advantage_function_path="a.b", update_weights_interval=3)
     assert Facts.of(hook) == Facts(rewards_teach=False, push_interval=3)
 
