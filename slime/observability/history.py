@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from slime.observability.scores import Score, scores_of
 
 ROLLOUT, TRAIN, EVAL = "rollout/step", "train/step", "eval/step"
 REWARD = "rollout/raw_reward"
@@ -37,8 +38,6 @@ _KEPT = frozenset(
         *(PROBE, PUSH, ENGINES, TEACHER, LOSS, *BAD),
     )
 )
-_EVAL_SCORE = re.compile(r"eval/(?!step$)[^/]+$")
-_EVAL_DETAIL = re.compile(r"-(truncated_ratio|no_reward|avg@\d+|pass@\d+)$")
 _FIRST, _LAST = 16, 256
 """Rollouts that are kept: enough to say how it began, and for every rule."""
 
@@ -48,19 +47,18 @@ class History:
     """The first 16 and the last 256 rollouts, and all evaluations' scores; by the number of each."""
 
     rollouts: dict[int, dict[str, float]] = field(default_factory=dict)
-    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    evaluations: dict[int, dict[str, Score]] = field(default_factory=dict)
     trains: bool = False
     """Whether an optimizer step was logged."""
     _now: int | None = None
-    _trends: dict[tuple[str, int], Trend | None] = field(default_factory=dict)
+    _trends: dict[tuple[str, int, tuple[int, int] | None], Trend | None] = field(default_factory=dict)
 
     def add(self, metrics: Mapping[str, Any], step_key: str, step: int) -> None:
         """One line of metrics, as it is logged. A rollout that is taken anew, by trainers that have gone back, takes
         the place of what came of it and after it."""
         self._trends = {}
         if step_key == EVAL:
-            scores = {key: metrics[key] for key in metrics if is_eval_score(key)}
-            self.evaluations[step] = {key: float(value) for key, value in scores.items()}
+            self.evaluations[step] = scores_of(metrics)
             return
         if step_key == ROLLOUT and _BEGINS in metrics:
             self.rollouts = {number: row for number, row in self.rollouts.items() if number < step}
@@ -89,22 +87,20 @@ class History:
         rows = list(self.rollouts.values())
         return [row[key] for row in (rows if last is None else rows[-last:]) if key in row]
 
-    def trend(self, key: str, *, sign: int = 1) -> Trend | None:
-        """That of a figure over the last rollouts; None of fewer than three. ``sign`` is -1 where less is better."""
-        if (key, sign) not in self._trends:
-            points = [(number, row[key]) for number, row in self.rollouts.items() if key in row]
+    def trend(self, key: str, *, sign: int = 1, within: tuple[int, int] | None = None) -> Trend | None:
+        """That of a figure over the last rollouts, of those ``within`` two numbers alone (None: of all); None of fewer
+        than three. ``sign`` is -1 where less is better."""
+        which = key, sign, within
+        if which not in self._trends:
+            rows = ((number, row) for number, row in self.rollouts.items() if key in row)
+            points = [(n, row[key]) for n, row in rows if within is None or within[0] <= n <= within[1]]
             first = [value for _, value in points[:_FIRST]]
-            self._trends[key, sign] = Trend.of(points[-_LAST:], first, sign) if len(points) > 2 else None
-        return self._trends[key, sign]
+            self._trends[which] = Trend.of(points[-_LAST:], first, sign) if len(points) > 2 else None
+        return self._trends[which]
 
     def _forget(self) -> None:
         if len(self.rollouts) > _FIRST + _LAST:
             del self.rollouts[list(self.rollouts)[_FIRST]]
-
-
-def is_eval_score(key: str) -> bool:
-    """Whether a metric is the score of an evaluation's dataset, and no detail of it."""
-    return _EVAL_SCORE.match(key) is not None and not _EVAL_DETAIL.search(key)
 
 
 def history_of(run_dir: str | Path) -> History:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from slime.observability.history import is_eval_score
 from slime.observability.phases import STEP, longest, seconds_of
+from slime.observability.scores import is_eval_score
 
 logger = logging.getLogger(__name__)
 

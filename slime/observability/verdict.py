@@ -51,15 +51,16 @@ def judge(history: History, facts: Facts) -> Verdict:
         return NO_VERDICT
     found = {name: sentence for name, find in STOPS.items() if (sentence := find(history, facts))}
     hints = [sentence for find in HINTS if (sentence := find(history, facts))]
-    word, short, trend = _by_trend(history)
+    word, short, trend = _by_trend(history, facts)
     if found:
         word, short = "not learning", f"NOT LEARNING: {next(iter(found))}"
-    told = [*found.values(), *hints, trend, _evaluations(history), _figures(history)]
+    told = [*found.values(), *hints, trend, _evaluations(history), _figures(history, facts)]
     return Verdict(word, short, tuple(filter(None, told)))
 
 
-def _by_trend(history: History) -> tuple[str, str, Sentence | None]:
+def _by_trend(history: History, facts: Facts) -> tuple[str, str, Sentence | None]:
     key, sign, what = next((goal for goal in _GOALS if history.column(goal[0], RECENT)), _GOALS[-1])
+    what = facts.reward if key == h.REWARD else what
     count, trend = len(history.column(key)), history.trend(key, sign=sign)
     if trend is None or count < NEEDED:
         text = f"Too early to tell: {count} rollouts of the {NEEDED} that a trend of the {what} needs."
@@ -87,19 +88,20 @@ def _evaluations(history: History) -> Sentence | None:
     if len(versions) < 2:
         return None
     first, last = history.evaluations[versions[0]], history.evaluations[versions[-1]]
-    told = [f"{key} from {first[key]:.3f} to {last[key]:.3f}" for key in first if key in last]
+    told = [f"{key} from {first[key].value:.3f} to {last[key].value:.3f}" for key in first if key in last]
     if not told:
         return None
     text = f"Evaluations of version {versions[0]} and {versions[-1]}: {', '.join(told)}."
     return Sentence(text, tuple(key for key in first if key in last))
 
 
-def _figures(history: History) -> Sentence | None:
+def _figures(history: History, facts: Facts) -> Sentence | None:
     columns = {key: column for key in _SHOWN if (column := history.column(key))}
     if not columns:
         return None
+    names = _SHOWN | {h.VARIED: f"kept {_SHOWN[h.VARIED]}"} if facts.filters else _SHOWN
     told = [
-        f"{_SHOWN[key]} {fmean(column[-RECENT:]):.3g} ({fmean(column[:RECENT]):.3g})" for key, column in columns.items()
+        f"{names[key]} {fmean(column[-RECENT:]):.3g} ({fmean(column[:RECENT]):.3g})" for key, column in columns.items()
     ]
     text = f"In the mean of the last {RECENT} rollouts (and of the first {RECENT}): {', '.join(told)}."
     return Sentence(text, tuple(columns))

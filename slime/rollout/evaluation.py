@@ -172,6 +172,8 @@ def eval_metrics(output: RolloutFnEvalOutput) -> dict[str, float]:
 
     ``eval/<name>`` is the mean reward; ``-avg@n`` the same where each prompt has n > 1 responses, ``-pass@k`` the
     chance that one of k is right (reward 1), ``-truncated_ratio``, ``-no_reward`` samples left out of these.
+    Where two prompts or more have a reward, there are ``/prompts``, ``/standard_error`` and ``/max_reward`` as well,
+    which say how far the mean may be off.
     """
     metrics = dict(output.metrics or {})
     for name, result in output.data.items():
@@ -200,6 +202,7 @@ def _dataset_metrics(key: str, result: dict[str, Any]) -> dict[str, float]:
     metrics = {f"{key}-no_reward": float(len(rewards) - len(rewarded))}
     if rewarded:
         metrics[key] = float(np.mean(rewarded))
+        metrics |= _spread(key, by_prompt)
     if result.get("truncated"):
         metrics[f"{key}-truncated_ratio"] = float(np.mean(result["truncated"]))
     metrics |= length_stats(samples, f"{key}/response_len")
@@ -212,3 +215,16 @@ def _dataset_metrics(key: str, result: dict[str, Any]) -> dict[str, float]:
         metrics[f"{key}-avg@{n}"] = metrics[key]
         metrics |= {f"{key}-pass@{k}": rate for k, rate in pass_rates(by_prompt).items()}
     return metrics
+
+
+def _spread(key: str, by_prompt: list[list[float | None]]) -> dict[str, float]:
+    """How many prompts a score is of, its standard error by the prompts' means, and the highest reward."""
+    known = [[reward for reward in responses if reward is not None] for responses in by_prompt]
+    means = np.array([np.mean(rewards) for rewards in known if rewards])
+    if len(means) < 2:
+        return {}
+    return {
+        f"{key}/prompts": float(len(means)),
+        f"{key}/standard_error": float(means.std(ddof=1) / np.sqrt(len(means))),
+        f"{key}/max_reward": float(max(max(rewards) for rewards in known if rewards)),
+    }

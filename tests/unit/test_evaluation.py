@@ -75,6 +75,7 @@ def test_evaluation_of_two_sets(rollout_args: Args, use: Callable[..., FakeClien
     assert metrics["eval/right-truncated_ratio"] == pytest.approx(2 / 6)
     assert metrics["eval/right-no_reward"] == 0
     assert metrics["eval/right/response_len/max"] == 1
+    assert (metrics["eval/right/prompts"], metrics["eval/right/standard_error"]) == (6, 0.0)
     assert not any("pass@" in key for key in metrics)
     assert {(p["temperature"], p["max_new_tokens"]) for _, p, _ in client.requests} == {(0.0, 9)}
     args.eval_input_key, args.eval_label_key, args.n_samples_per_eval_prompt = "q", "a", 3
@@ -315,6 +316,8 @@ def test_eval_metrics_by_hand() -> None:
     assert metrics["eval/d-pass@1"] == pytest.approx((0.5 + 0) / 2)
     assert metrics["eval/d-pass@2"] == pytest.approx(((1 - 1 / 6) + 0) / 2)
     assert metrics["eval/d-pass@4"] == 1.0
+    assert (metrics["eval/d/prompts"], metrics["eval/d/max_reward"]) == (2, 1.0)
+    assert metrics["eval/d/standard_error"] == pytest.approx(0.25)  # of means of 0.5 and 0: 0.3536 over the root of 2
     assert metrics["perf/eval_time"] == 3.0
     assert "eval/d-pass@8" not in metrics
     bare = eval_metrics(RolloutFnEvalOutput({"d": {"rewards": [1.0, None], "truncated": []}}))

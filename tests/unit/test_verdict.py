@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -14,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.observability.history import REWARD, History, Trend, history_of
+from slime.observability.history import PROBE, REWARD, History, Trend, history_of
 from slime.observability.metrics import MetricsLogger
+from slime.observability.scores import Score
 from slime.observability.verdict import NEEDED, VerdictFile, judge, verdict_lines
-from slime.observability.verdict_rules import HINTS, SIGMAS, STOPS, Facts
+from slime.observability.verdict_rules import HINTS, SIGMAS, STOPS, Facts, scores_fall
 
 NUM_GPUS = 0
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "recorded_runs.json").read_text())
@@ -178,14 +180,165 @@ def test_nothing_is_said_of_recorded_runs(name: str) -> None:
     assert judge(history, Facts()).word == WORDS[name]
 
 
+def evaluated(name: str, scores: dict[int, float], *, prompts: int, **others: Any) -> Lines:
+    """Lines of evaluations, by version; rewards of 0 and 1 unless ``errors`` are given, by version too."""
+    errors, lines = others.get("errors", {}), []
+    for version, score in scores.items():
+        error = errors.get(version, math.sqrt(score * (1 - score) / (prompts - 1)))
+        spread = {"prompts": float(prompts), "standard_error": error, "max_reward": others.get("highest", 1.0)}
+        row = {f"eval/{name}": score, f"eval/{name}-truncated_ratio": 0.0}
+        row |= {f"eval/{name}/{key}": value for key, value in spread.items()}
+        lines.append(("eval/step", {"eval/step": version, **row}))
+    return lines
+
+
+def merged(*evaluations: Lines) -> Lines:
+    """Of several data sets, in one line each, as a run logs them."""
+    rows: dict[float, dict[str, float]] = {}
+    for _, row in itertools.chain(*evaluations):
+        rows[row["eval/step"]] = rows.get(row["eval/step"], {}) | row
+    return [("eval/step", row) for row in rows.values()]
+
+
+def risen(first: float, now: float, count: int = 20) -> Lines:
+    """A run whose reward rises from about ``first`` to about ``now``."""
+    chance = random.Random(1)
+
+    def plant(step: int, line: dict[str, float]) -> None:
+        if REWARD in line:
+            line[REWARD] = first + (now - first) * step / (count - 1) + chance.gauss(0, 0.01)
+
+    return healthy(count, plant=plant)
+
+
+SOLVED = 0.9875
+"""Of 48 prompts whose responses all had reward 1, one got 0.4: what a run of 20 rollouts logged."""
+CANNOT_TELL = {
+    "solved, and one prompt lost": evaluated("easy", {0: 1.0, 20: SOLVED}, prompts=48, errors={20: 0.0125}),
+    "solved": evaluated("easy", {0: 1.0, 20: 1.0}, prompts=48),
+    "solved but for one prompt": evaluated("easy", {0: SOLVED, 20: SOLVED}, prompts=48, errors={0: 0.0125, 20: 0.0125}),
+    "nothing right": evaluated("hard", {0: 0.0, 20: 0.0}, prompts=48, highest=0.0),
+    "few prompts": evaluated("sums", {0: 0.3, 20: 0.2}, prompts=10),
+    "unknown how many": [("eval/step", {"eval/step": float(version), "eval/sums": 0.3}) for version in (0, 20)],
+    "begins late": evaluated("sums", {18: 0.7, 20: 0.69}, prompts=500),
+}
+
+
+@pytest.mark.parametrize("case", CANNOT_TELL)
+def test_what_an_evaluation_cannot_tell_is_no_verdict(case: str) -> None:
+    verdict = judge(folded(risen(0.581, 0.749) + CANNOT_TELL[case]), Facts())
+    assert verdict.word == "learning"
+    assert REWARD in verdict.sentences[0].keys, verdict.sentences[0].text
+
+
+def test_a_reward_that_rose_before_the_first_evaluation_is_none_that_scores_lack() -> None:
+    def saturates(step: int, line: dict[str, float]) -> None:
+        if REWARD in line:
+            line[REWARD] = min(0.2 + 0.05 * step, 0.7) + 0.01 * (step % 2)
+
+    scores = evaluated("sums", {20: 0.7, 40: 0.69}, prompts=500)
+    assert judge(folded(healthy(40, plant=saturates) + scores), Facts()).word != "not learning"
+    from_the_start = evaluated("sums", {0: 0.7, 40: 0.69}, prompts=500)
+    verdict = judge(folded(healthy(40, plant=saturates) + from_the_start), Facts())
+    assert verdict.short == "NOT LEARNING: the reward is not the score"
+
+
+def test_of_several_evaluations_those_count_that_can_tell() -> None:
+    solved = evaluated("easy", {0: 1.0, 20: SOLVED}, prompts=48, errors={20: 0.0125})
+    level = evaluated("hard", {0: 0.41, 20: 0.40}, prompts=1000)
+    verdict = judge(folded(risen(0.581, 0.749) + merged(solved, level)), Facts())
+    assert verdict.short == "NOT LEARNING: the reward is not the score"
+    assert "eval/hard went from 0.410 to 0.400" in verdict.sentences[0].text
+    assert "eval/easy" not in verdict.sentences[0].text
+    better = evaluated("hard", {0: 0.41, 20: 0.43}, prompts=1000)
+    assert judge(folded(risen(0.581, 0.749) + merged(solved, better)), Facts()).word == "learning"
+
+
+COLLAPSED = merged(
+    evaluated("easy", {0: 1.0, 4: 0.6375, 8: 0.4708}, prompts=48, errors={4: 0.0528, 8: 0.0661}),
+    evaluated("hard", {0: 0.9125, 4: 0.9047, 8: 0.4203}, prompts=48, errors={0: 0.0204, 4: 0.0341, 8: 0.0548}),
+)
+"""Evaluations of an asynchronous run with too high a rate."""
+
+
+def test_evaluations_that_fall_are_a_hint() -> None:
+    def no_trend(step: int, line: dict[str, float]) -> None:
+        if REWARD in line:
+            line[REWARD] = 0.45 + 0.07 * (step % 2)
+
+    lines = healthy(8, plant=no_trend) + COLLAPSED
+    verdict = judge(folded(lines), Facts(asynchronous=True))
+    hint = verdict.sentences[0]
+    assert verdict.word == "no trend"
+    assert hint.text.startswith(
+        "eval/easy fell from 1.000 to 0.471 (48 prompts), eval/hard fell from 0.912 to 0.420 (48 prompts), by more "
+        "than chance: "
+    )
+    assert all(word in hint.text for word in ("Lower --lr", PROBE, "--use-tis", "--max-weight-staleness"))
+    assert hint.keys[:2] == ("eval/easy", "eval/hard")
+    assert "--max-weight-staleness" not in judge(folded(lines), Facts()).sentences[0].text
+
+
+def test_a_rising_reward_and_falling_evaluations_are_both_said() -> None:
+    said = [each.text for each in judge(folded(risen(0.376, 0.479, 8) + COLLAPSED), Facts()).sentences]
+    assert said[0].startswith("The reward rose from 0.3")
+    assert said[1].startswith("eval/easy fell from 1.000 to 0.471")
+
+
+@pytest.mark.parametrize("scores", [{0: 0.3, 10: 0.9, 20: 0.4}, {0: 0.9, 20: 0.4}])
+def test_a_fall_is_from_the_best_evaluation(scores: dict[int, float]) -> None:
+    lines = healthy(20) + evaluated("sums", scores, prompts=100)
+    assert any("eval/sums fell from 0.900 to 0.400" in each.text for each in judge(folded(lines), Facts()).sentences)
+
+
+@pytest.mark.parametrize(("prompts", "falls"), [(10, False), (48, False), (500, True)])
+def test_a_fall_within_what_the_prompts_give_by_chance_is_none(prompts: int, falls: bool) -> None:
+    """0.1 of 0.6 is 3.2 standard errors of 500 prompts, and 1 of 48."""
+    lines = healthy(20) + evaluated("sums", {0: 0.6, 20: 0.5}, prompts=prompts)
+    assert (scores_fall(folded(lines), Facts()) is not None) is falls
+
+
+@pytest.mark.parametrize(("first", "then", "count"), [(0.6, 0.5, 500), (1.0, 0.0, 4), (1.0, 0.9, 10)])
+def test_the_noise_of_two_scores_is_that_of_two_proportions(first: float, then: float, count: int) -> None:
+    def score(value: float) -> Score:
+        return Score(value, count, math.sqrt(value * (1 - value) / count), 1.0)
+
+    pooled = (first + then) / 2
+    expected = math.sqrt(pooled * (1 - pooled) * 2 / count)
+    assert score(first).noise(score(then)) == pytest.approx(expected)
+
+
+def test_scores_of_the_same_weights_fall_as_rarely_as_is_said() -> None:
+    """20 evaluations on the same 48 prompts, after each of which one looks: in 2% of runs."""
+    chance = np.random.default_rng(0)
+    falling = 0
+    for _ in range(300):
+        chances, lines = chance.random(48), []
+        for version in range(20):
+            rewards = (chance.random(48) < chances).astype(float)
+            error = {version: float(rewards.std(ddof=1) / math.sqrt(48))}
+            lines += evaluated("sums", {version: float(rewards.mean())}, prompts=48, errors=error)
+        falling += any(scores_fall(folded(lines[:end]), Facts()) is not None for end in range(2, 21))
+    assert falling <= 15
+
+
+def test_rewards_of_kept_groups_are_called_so() -> None:
+    filters = Facts(filters=True)
+    verdict = judge(folded(healthy(40)), filters)
+    assert verdict.short.startswith("learning (reward of the kept groups +0.02 ±")
+    assert verdict.sentences[0].text.startswith("The reward of the kept groups changes by")
+    assert "kept groups with rewards that differ 0.5" in verdict.sentences[-1].text
+    level = evaluated("sums", {0: 0.31, 20: 0.30}, prompts=200)
+    said = judge(folded(healthy() + level), filters).sentences[0].text
+    assert said.startswith("The reward of the kept groups rose from")
+
+
 def test_rewards_that_rise_where_evaluations_do_not_are_of_format_alone() -> None:
-    lines: Lines = healthy(30)
-    scores = {0: 0.31, 10: 0.28, 20: 0.30, 30: 0.29}
-    lines += [("eval/step", {"eval/step": version, "eval/sums": score}) for version, score in scores.items()]
+    lines = healthy(30) + evaluated("sums", {0: 0.31, 10: 0.28, 20: 0.30, 30: 0.29}, prompts=200)
     verdict = judge(folded(lines), Facts())
     assert verdict.short == "NOT LEARNING: the reward is not the score"
     assert "eval/sums went from 0.310 to 0.290" in verdict.sentences[0].text
-    lines.append(("eval/step", {"eval/step": 40, "eval/sums": 0.52, "eval/sums-truncated_ratio": 0.0}))
+    lines += evaluated("sums", {40: 0.52}, prompts=200)
     verdict = judge(folded(lines), Facts())
     assert verdict.word == "learning"
     assert "Evaluations of version 0 and 40: eval/sums from 0.310 to 0.520." in [
@@ -260,6 +413,7 @@ def test_options_that_make_a_fault_none(facts: Facts, silent: str) -> None:
 def test_facts_are_those_of_the_options() -> None:
     args = argparse.Namespace(loss_type="policy_loss", reward_baseline=None, asynchronous=True, mismatch_threshold=0.3)
     assert Facts.of(args) == Facts(compares=False, asynchronous=True, mismatch=0.3)
+    assert Facts.of(argparse.Namespace(dynamic_sampling_filter_path="a.b")) == Facts(filters=True)
     hook = argparse.Namespace(custom_advantage_function_path="a.b", update_weights_interval=3)
     assert Facts.of(hook) == Facts(rewards_teach=False, push_interval=3)
 

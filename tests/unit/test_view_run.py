@@ -308,3 +308,11 @@ def test_broken_lines_among_others_are_counted(run_dir: Path) -> None:
     run = RunSite(run_dir).answer("/api/run", {})
     assert (run["broken"], run["steps"]) == (4, [0, 20, 21])
     assert START > 0
+
+
+def test_scores_alone_of_what_is_said_of_evaluations_are_above_everything_else(run_dir: Path) -> None:
+    row = {"eval/step": 30, "time": 1.0, "eval/a": 0.5, "eval/a-avg@4": 0.5, "eval/a/standard_error": 0.1}
+    append(run_dir / "metrics.jsonl", [row | {"eval/a/max_reward": 1.0, "eval/a/prompts": 48}])
+    heads = [card["key"] for card in RunSite(run_dir).answer("/api/run", {})["head"]]
+    assert "eval/a" in heads
+    assert not [key for key in heads if key.startswith("eval/a/")]

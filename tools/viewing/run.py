@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from slime.observability.phases import STEP
+from slime.observability.scores import is_eval_score
 from slime.utils.errors import BadInputError
 from tools.viewing.curves import Curve, Curves, about, points
 from tools.viewing.dumps import Dumps, options_of, rewards
@@ -233,8 +234,7 @@ class RunSite:
 
 def _heads(curves: Curves) -> list[str]:
     """The metrics that are above everything else: the usual ones, and scores of evaluations."""
-    scores = [key for key in sorted(curves.by_key) if about(key)["unit"] == "reward" and key.startswith("eval/")]
-    scores = [key for key in scores if "@" not in key]
+    scores = [key for key in sorted(curves.by_key) if is_eval_score(key)]
     return [*_HEAD, *scores[:3]]
 
 
