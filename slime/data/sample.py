@@ -117,7 +117,7 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
     metadata_before: dict[str, Any] | None = None
     """Of a sample that waits to go on: what ``metadata`` was before a user's function wrote into it. It is that again
-    where the response is taken back."""
+    where the sample begins anew."""
     failure: str | None = None
     """What went wrong in the last try that failed; where none succeeded, ``status`` is FAILED."""
 
@@ -260,6 +260,12 @@ class Sample:
             kept = before.metadata if before.metadata_before is None else before.metadata_before
             self.metadata_before = copy.deepcopy(kept)
 
+    def begin_anew(self) -> None:
+        """Take the response back, and what a user's function has noted of it."""
+        if self.metadata_before is not None:
+            self.metadata, self.metadata_before = self.metadata_before, None
+        self.reset_response()
+
     def reset_response(self) -> None:
         """Take the response back, and everything that followed from it: what is left is the prompt, to be generated."""
         self.tokens = self.tokens[: len(self.tokens) - self.response_length]
@@ -267,8 +273,6 @@ class Sample:
         self.weight_versions, self.segment_starts, self.segment_lengths = [], [], []
         self.reward = self.loss_mask = self.rollout_log_probs = self.failure = None
         self.remove_sample, self.non_generation_time = False, 0.0
-        if self.metadata_before is not None:
-            self.metadata, self.metadata_before = self.metadata_before, None
         self.metadata.pop("start_rollout_id", None)
         self.teacher_log_probs = self.rollout_routed_experts = None
         # Media are the prompt's.
@@ -343,7 +347,7 @@ def begun_anew(group: Group) -> Group:
     for sample in group:
         first.setdefault(sample.rollout_id, sample)
     for sample in first.values():
-        sample.reset_response()
+        sample.begin_anew()
     return list(first.values())
 
 

@@ -328,7 +328,7 @@ def pinned(nbytes: int, *, in_forks: bool = False) -> torch.Tensor:
 
     Args:
         nbytes: how much.
-        in_forks: processes forked from this one read it, as a checkpoint's writers do. It then takes longer to pin.
+        in_forks: processes forked from this one may read it. It then takes longer to pin.
     """
     kind = mmap.MAP_SHARED if in_forks else mmap.MAP_PRIVATE
     memory = _PinnedMemory(-1, nbytes, flags=kind | mmap.MAP_ANONYMOUS)

@@ -91,7 +91,7 @@ def test_a_release_is_followed_by_the_first_rollout(tmp_path: Path) -> None:
     latest = tmp_path / "latest_checkpointed_iteration.txt"
     latest.write_text("release")
     assert is_release(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"names release, but .* has none"):
+    with pytest.raises(FileNotFoundError, match=r"names release, but .* has no checkpoint"):
         find_checkpoint(tmp_path)
     (tmp_path / "release").mkdir()
     assert find_checkpoint(tmp_path) == (tmp_path / "release", -1)

@@ -130,13 +130,17 @@ def test_what_begins_anew_has_the_metadata_of_its_row(
         "from slime.rollout.sglang_rollout import generate as plain\n"
         "async def generate(args, sample, params):\n"
         "    sample.metadata.setdefault('calls', []).append(sample.response_length)\n"
-        "    return await plain(args, sample, params)\n",
+        "    return await plain(args, sample, params)\n"
+        "def rm(args, sample):\n"
+        "    sample.metadata['judged'] = True\n"
+        "    return 1.0\n",
     )
     args = make_args(
         over_sampling_batch_size=8,
         sglang_server_concurrency=100,
         partial_rollout=True,
         custom_generate_function_path=f"{hook}:generate",
+        custom_rm_path=f"{hook}:rm",
     )
     source = RolloutDataSourceWithBuffer(args)
     rollout(args, 0, source)
@@ -150,14 +154,23 @@ def test_what_begins_anew_has_the_metadata_of_its_row(
     for group in (as_prompts(source, finished), begun_anew(finished), as_prompts(source, partial), begun_anew(partial)):
         for sample in group:
             assert (sample.response, sample.status) == ("", Status.PENDING)
-            assert not {"calls", "start_rollout_id"} & set(sample.metadata)
+            assert not {"calls", "judged", "start_rollout_id"} & set(sample.metadata)
     engine.go_on()
     use(FakeClient(engine))
     source.load_state_dict(state)
     trained = flatten_samples(rollout(args, 1, source).samples) + flatten_samples(source.buffer)
     again = [sample for sample in trained if sample.group_index in waiting]
     calls = {sample.index: sample.metadata["calls"] for sample in again}
+    assert all(sample.metadata_before is None for sample in trained if sample not in flatten_samples(source.buffer))
     assert sorted(calls.values()) == [[0], [0], *[[0, 2]] * 6], "the finished one is not generated again"
+
+
+def test_a_function_that_takes_a_response_back_keeps_its_notes() -> None:
+    sample = Sample(metadata={"row": 1, "task": 2}, metadata_before={"row": 1}, tokens=[1, 2], response_length=1)
+    sample.reset_response()
+    assert (sample.tokens, sample.metadata) == ([1], {"row": 1, "task": 2})
+    sample.begin_anew()
+    assert (sample.metadata, sample.metadata_before) == ({"row": 1}, None)
 
 
 def test_sample_hooks_see_every_sample_before_its_reward(make_args: Args, use: Use, tmp_path: Path) -> None:

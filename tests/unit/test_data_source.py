@@ -14,6 +14,7 @@ import pytest
 
 from slime.data import DataSource, Group, RolloutDataSource, RolloutDataSourceWithBuffer, Sample, Status
 from slime.data.rows.dataset import load_prompts, train_prompt_spec
+from slime.data.source.changed_data import resized
 from slime.data.source.prompts import draw_groups
 from slime.data.source.rollout_context import current_rollout, rollout_context
 from slime.rollout.base_types import flatten_samples
@@ -348,6 +349,7 @@ def test_resume_with_larger_groups(make_args: Args, caplog: pytest.LogCaptureFix
         sample.metadata_before, sample.metadata = dict(sample.metadata), sample.metadata | {"turns": 3}
         sample.tokens, sample.response, sample.response_length = [*sample.tokens, 5], "5", 1
         sample.reward, sample.status = 1.0, Sample.Status.COMPLETED
+        sample.session_id, sample.trace = "one", {"events": []}
     source.add_samples([groups[0], [Sample(prompt="mine")]])
     resumed = RolloutDataSourceWithBuffer(make_args(n_samples_per_prompt=3))
     resumed.load_state_dict(source.state_dict())
@@ -360,10 +362,22 @@ def test_resume_with_larger_groups(make_args: Args, caplog: pytest.LogCaptureFix
     again = next(group for group in handed if group[0].group_index == 0)
     assert [sample.response_length for sample in again] == [1, 1, 0]
     assert again[2].tokens == again[0].tokens[:-1]
+    assert again[2].session_id is again[2].trace is None
     assert (again[2].metadata, again[2].reward, again[2].status) == (groups[1][0].metadata, None, Sample.Status.PENDING)
     numbers = [(sample.index, sample.rollout_id) for sample in flatten_samples(handed)]
     assert len(set(numbers)) == 10
     assert all(index == rollout_id for index, rollout_id in numbers)
+
+
+def test_a_group_that_is_judged_together_is_judged_again_in_its_new_size() -> None:
+    group = [Sample(prompt="1+1=", index=i, rollout_id=i, reward=float(i)) for i in range(4)]
+    assert [sample.reward for sample in resized(group, 4, 2, judged_together=False)] == [0.0, 1.0]
+    assert [sample.reward for sample in resized(group, 4, 2, judged_together=True)] == [None, None]
+
+
+def test_a_group_of_several_prompts_keeps_them() -> None:
+    group = [Sample(prompt=f"{i}=", index=i, rollout_id=i) for i in range(2)]
+    assert resized(group, 2, 1, judged_together=False) is group
 
 
 def test_resume_with_another_class(make_args: Args) -> None:

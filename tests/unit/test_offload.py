@@ -147,7 +147,7 @@ def test_steps_are_adamw_in_float64() -> None:
 
 
 def test_a_forked_process_reads_the_state() -> None:
-    """As a checkpoint's writers do."""
+    """As Megatron's checkpoint writers do, where slime's patch `write_by_threads` does not apply."""
     part = Part("adam", torch.bfloat16, SETTINGS)
     part.step(0)
     moments = [state["exp_avg"] for state in part.optimizer.state.values()]

@@ -118,6 +118,7 @@ class HostState:
             else:
                 self._resident.append(parameter)
             taken += parameter.numel()
+        # Megatron's checkpoint writers are forked where slime's patch of them does not apply.
         allocate = partial(device.pinned, in_forks=True) if pin else partial(torch.empty, dtype=torch.uint8)
         for run in self._runs:
             run.host = {kind: allocate(4 * run.size).view(torch.float32) for kind in run.kinds if run.size}

@@ -49,16 +49,21 @@ def changed_group_size(then: dict[str, Any], waiting: int, size: int) -> str | N
     )
 
 
-def resized(group: Group, former: int, size: int) -> Group:
-    """A group of ``former`` rollouts with ``size``: the first ones of it, and where it has too few as many more of the
-    same prompt, which have no numbers of their own yet. Any other group, which a user's code has made, as it is."""
+def resized(group: Group, former: int, size: int, *, judged_together: bool) -> Group:
+    """A group of ``former`` rollouts of one prompt with ``size``: the first ones of it, and where it has too few as
+    many more, which have no numbers of their own yet. Any other group, which a user's code has made, as it is.
+
+    With ``judged_together`` (``--group-rm``) rewards are taken back: they were of other samples beside these.
+    """
     rollouts = list(dict.fromkeys(sample.rollout_id for sample in group))
-    if len(rollouts) != former:
+    if len(rollouts) != former or any(sample.prompt != group[0].prompt for sample in group):
         return group
     kept = [sample for sample in group if sample.rollout_id in rollouts[:size]]
+    for sample in kept if judged_together else ():
+        sample.reward = None
     prompt = pickle.dumps(group[0])
     for _ in range(size - former):
         (more,) = begun_anew([pickle.loads(prompt)])
-        more.index = more.rollout_id = None
+        more.index = more.rollout_id = more.session_id = more.trace = None
         kept.append(more)
     return kept

@@ -275,7 +275,8 @@ class RolloutDataSource(DataSource):
         groups = [[Sample.from_dict(fields) for fields in group] for group in state.get(name, [])]
         size = self.args.n_samples_per_prompt
         if (former := state.get("n_samples_per_prompt", size)) != size:
-            groups = [resized(group, former, size) for group in groups]
+            together = self.args.group_rm
+            groups = [resized(group, former, size, judged_together=together) for group in groups]
             for group in groups:
                 self._number(group)
         return groups

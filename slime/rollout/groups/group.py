@@ -141,7 +141,7 @@ class GroupRun:
             return parts
         if before is not None:
             sample = before
-        sample.reset_response()
+        sample.begin_anew()
         return [sample]
 
     async def _member(self, position: int, seeded: bool) -> None:
@@ -163,7 +163,8 @@ class GroupRun:
 
     async def _generate(self, position: int, sample: Sample, params: dict[str, Any]) -> None:
         path = sample.generate_function_path or self.args.custom_generate_function_path
-        if path is not None or sample.response_length or self.args.rollout_sample_hook_path:
+        judge = sample.custom_rm_path or self.args.custom_rm_path
+        if path or sample.response_length or self.args.rollout_sample_hook_path or judge:
             self._untouched[position] = _pickled(sample)
 
         async def attempt(number: int) -> Sample | list[Sample]:

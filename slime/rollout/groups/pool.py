@@ -240,6 +240,8 @@ class Pool:
         numbers = {entry.number for entry in taken}
         self.kept = [entry for entry in self.kept if entry.number not in numbers]
         self.num_failed = 0
+        for sample in flatten_samples([entry.run.results for entry in taken]):
+            sample.metadata_before = None  # it waits no longer
         groups: list[list[Any]] = [entry.run.results for entry in sorted(taken, key=lambda entry: entry.number)]
         if self._args.mask_offpolicy_in_partial_rollout:
             samples = flatten_samples(groups)
