@@ -33,8 +33,8 @@ def oldest_version(samples: Iterable[Sample]) -> int | None:
 
 def staleness(sample: Sample, rollout_id: int) -> int | None:
     """``rollout_id`` less the oldest version; None where the sample has none. Rollout k trains weights of version k."""
-    found = versions(sample)
-    return rollout_id - min(found) if found else None
+    oldest = oldest_version([sample])
+    return None if oldest is None else rollout_id - oldest
 
 
 def newest_version(args: Namespace, rollout_id: int | None = None) -> int:

@@ -10,7 +10,7 @@ from argparse import Namespace
 from slime.data import Group
 from slime.data.sample import begun_anew
 from slime.data.source.data_source import pop_first
-from slime.rollout.engine.versions import versions
+from slime.rollout.engine.versions import oldest_version
 from slime.rollout.runtime import pushed_version
 
 __all__ = ["pop_first", "pop_fresh", "pop_longest"]
@@ -38,4 +38,5 @@ def pop_fresh(args: Namespace, rollout_id: int | None, buffer: list[Group], num_
 
 
 def _oldest_version(group: Group) -> float:
-    return min((version for sample in group for version in versions(sample)), default=_NOT_BEGUN)
+    found = oldest_version(group)
+    return _NOT_BEGUN if found is None else found

@@ -240,11 +240,11 @@ class Pool:
         numbers = {entry.number for entry in taken}
         self.kept = [entry for entry in self.kept if entry.number not in numbers]
         self.num_failed = 0
-        for sample in flatten_samples([entry.run.results for entry in taken]):
-            sample.metadata_before = None  # it waits no longer
         groups: list[list[Any]] = [entry.run.results for entry in sorted(taken, key=lambda entry: entry.number)]
+        samples = flatten_samples(groups)
+        for sample in samples:
+            sample.metadata_before = None  # it waits no longer
         if self._args.mask_offpolicy_in_partial_rollout:
-            samples = flatten_samples(groups)
             self._num_masked += mask_older_tokens(samples, newest_version(self._args, rollout_id))
             if not any(sample.effective_response_length for sample in samples):
                 logger.warning(
